@@ -1,0 +1,72 @@
+"""Commits: the proof that a shard is complete, and the rule by which readers choose one."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from airflow_batchinfer.errors import CorruptError
+from airflow_batchinfer.run.document import Document
+from airflow_batchinfer.run.layout import RunLayout
+from airflow_batchinfer.store import Store
+
+
+class CommittedPart(Document):
+    """One part a commit names. Readers take a row from the first part in the list that has it."""
+
+    key: str
+    rows: int
+    bytes: int
+    sha256: str
+
+
+class Tokens(Document):
+    """What an engine was paid, summed over all attempts at all rows."""
+
+    prompt: int = 0
+    output: int = 0
+    cached: int = 0
+
+
+class Commit(Document):
+    """Written once, last, by one attempt: its parts together hold every sent row of the shard.
+
+    `counts` and `reasons` count *input* rows (a sent row and its copies), by outcome and by reason, so
+    that `sum(counts.values()) == rows`. `tokens` counts what was paid for, once a sent row.
+    """
+
+    format_version: int = 1
+    shard: int
+    epoch: str
+    fingerprint: str
+    created_at: str
+    rows_sha256: str = Field(description="Of the rows file it answers; equals the plan's.")
+    rows: int
+    sent: int
+    counts: dict[str, int]
+    reasons: dict[str, int]
+    tokens: Tokens
+    parts: list[CommittedPart]
+    overlapping_rows: int = Field(0, description="Rows that stand in more than one of the parts.")
+    attempts: int = Field(1, description="Attempts whose parts it names, its own included.")
+    held_seconds: float = Field(0.0, description="Process seconds of this attempt, start to commit.")
+    engine: dict[str, str] = Field(default_factory=dict, description="Engine name, version, options.")
+
+
+def commits_of(store: Store, layout: RunLayout, shard: int) -> tuple[list[Commit], list[str]]:
+    """All readable commits of a shard by epoch, and a message for each unreadable one."""
+    commits: list[Commit] = []
+    damaged: list[str] = []
+    for info in store.list(layout.shard(shard)):
+        if not info.key.endswith("/commit.json"):
+            continue
+        try:
+            commits.append(Commit.read(store, info.key))
+        except CorruptError as error:
+            damaged.append(str(error))
+    return sorted(commits, key=lambda c: c.epoch), damaged
+
+
+def chosen_commit(store: Store, layout: RunLayout, shard: int, fingerprint: str) -> Commit | None:
+    """The shard's commit for every reader: of those with the plan's fingerprint, the lowest epoch."""
+    commits, _ = commits_of(store, layout, shard)
+    return next((c for c in commits if c.fingerprint == fingerprint), None)

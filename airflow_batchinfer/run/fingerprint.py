@@ -1,0 +1,68 @@
+"""The fingerprint: a hash of everything in a spec that decides an output."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+from airflow_batchinfer.spec import JobSpec
+
+RESULT_NEUTRAL_ENGINE_OPTIONS = frozenset(
+    {
+        "block_size",
+        "compilation_config",
+        "data_parallel_size",
+        "disable_log_stats",
+        "distributed_executor_backend",
+        "download_dir",
+        "enable_chunked_prefill",
+        "enable_prefix_caching",
+        "enforce_eager",
+        "gpu_memory_utilization",
+        "kv_cache_memory_bytes",
+        "load_format",
+        "max_num_batched_tokens",
+        "max_num_seqs",
+        "max_parallel_loading_workers",
+        "pipeline_parallel_size",
+        "scheduling_policy",
+        "swap_space",
+        "tensor_parallel_size",
+    }
+)
+"""vLLM arguments that change how fast an answer comes, not which answer is asked for.
+
+They may still move a floating-point result in its last bits: vLLM promises no bitwise repeat, and
+neither do we. Every argument that is not listed here counts as deciding.
+"""
+
+
+def fingerprint_fields(spec: JobSpec) -> dict[str, Any]:
+    """The fields that decide an output, by path, as JSON values."""
+    data = spec.dump()
+    fields: dict[str, Any] = {f"prompt.{k}": v for k, v in data["prompt"].items()}
+    fields |= {f"task.{k}": v for k, v in data["task"].items()}
+    fields |= {f"sampling.{k}": v for k, v in data["sampling"].items()}
+    fields |= {f"overlong.{k}": v for k, v in data["overlong"].items()}
+    model = data["model"]
+    fields |= {
+        f"model.{k}": model[k]
+        for k in ("name", "revision", "tokenizer", "backend", "adapter", "trust_remote_code", "base_url")
+    }
+    fields |= {
+        f"model.engine.{k}": v for k, v in model["engine"].items() if k not in RESULT_NEUTRAL_ENGINE_OPTIONS
+    }
+    return fields
+
+
+def fingerprint(spec: JobSpec) -> str:
+    """SHA-256 over the canonical JSON of `fingerprint_fields`, its first 16 hex digits."""
+    canonical = json.dumps(fingerprint_fields(spec), sort_keys=True, ensure_ascii=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+
+def changed_fields(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """Paths whose values differ, sorted; a field that only one side has counts."""
+    missing = object()
+    return sorted(k for k in old.keys() | new.keys() if old.get(k, missing) != new.get(k, missing))

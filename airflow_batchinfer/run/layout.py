@@ -1,0 +1,97 @@
+"""Where a run's objects stand in the store. All keys of the package are made here."""
+
+from __future__ import annotations
+
+import re
+
+DEAD_LETTERS = "dead_letters"
+"""Folder of the dead-letter table, all jobs."""
+
+
+def safe_run_id(run_id: str) -> str:
+    """Airflow's run id as a folder name: what is not a letter, digit, `.`, `_` or `-` becomes `-`."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", run_id).strip("-") or "run"
+
+
+def results_table(job: str) -> str:
+    """Folder of a job's results table."""
+    return f"{job}/results"
+
+
+def runs_dir(job: str) -> str:
+    """Folder of a job's runs."""
+    return f"{job}/runs"
+
+
+def run_dir(job: str, run_id: str, generation: int = 1) -> str:
+    """Folder of one generation of a run; later generations stand beside the first."""
+    suffix = "" if generation == 1 else f"~{generation}"
+    return f"{runs_dir(job)}/{safe_run_id(run_id)}{suffix}"
+
+
+class RunLayout:
+    """The keys of one generation of a run, below its folder."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder.rstrip("/")
+
+    @property
+    def plan(self) -> str:
+        """The plan."""
+        return f"{self.folder}/plan.json"
+
+    @property
+    def ledger(self) -> str:
+        """The ledger that reconcile writes."""
+        return f"{self.folder}/ledger.json"
+
+    @property
+    def validation(self) -> str:
+        """The verdict on the outputs."""
+        return f"{self.folder}/validation.json"
+
+    @property
+    def merge(self) -> str:
+        """What merge published."""
+        return f"{self.folder}/merge.json"
+
+    @property
+    def stop(self) -> str:
+        """The stop marker: while it exists, workers drain and exit."""
+        return f"{self.folder}/stop.json"
+
+    def report(self, extension: str) -> str:
+        """The report, `html` or `json`."""
+        return f"{self.folder}/report.{extension}"
+
+    def shard(self, shard: int) -> str:
+        """Folder of one shard."""
+        return f"{self.folder}/shards/{shard:05d}"
+
+    def rows(self, shard: int, epoch: str) -> str:
+        """The shard's frozen rows, as written by the split attempt `epoch`."""
+        return f"{self.shard(shard)}/rows-{epoch}.parquet"
+
+    def copies(self, shard: int, epoch: str) -> str:
+        """The rows that are identical to one of the shard's rows and take its answer."""
+        return f"{self.shard(shard)}/copies-{epoch}.parquet"
+
+    def attempt(self, shard: int, epoch: str) -> str:
+        """Folder of one attempt at a shard."""
+        return f"{self.shard(shard)}/{epoch}"
+
+    def part(self, shard: int, epoch: str, index: int) -> str:
+        """One part of one attempt."""
+        return f"{self.attempt(shard, epoch)}/part-{index:05d}.parquet"
+
+    def progress(self, shard: int, epoch: str) -> str:
+        """One attempt's progress."""
+        return f"{self.attempt(shard, epoch)}/progress.json"
+
+    def commit(self, shard: int, epoch: str) -> str:
+        """One attempt's commit."""
+        return f"{self.attempt(shard, epoch)}/commit.json"
+
+    def suspects(self, shard: int, epoch: str) -> str:
+        """What one attempt has in flight while it looks for a row that kills the engine."""
+        return f"{self.attempt(shard, epoch)}/suspects.json"

@@ -1,0 +1,43 @@
+"""The ledger: reconcile's certificate that every input row has exactly one outcome."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from airflow_batchinfer.run.commit import Tokens
+from airflow_batchinfer.run.document import Document
+
+
+class LedgerShard(Document):
+    """One shard's line: which commit was read, and what it adds up to (input rows)."""
+
+    shard: int
+    rows: int
+    sent: int
+    epoch: str | None = Field(None, description="Epoch of the chosen commit; none if there is none.")
+    commit_sha256: str | None = None
+    counts: dict[str, int]
+    reasons: dict[str, int] = Field(default_factory=dict)
+    tokens: Tokens = Field(default_factory=Tokens)
+    duplicates_resolved: int = 0
+    other_commits: int = Field(0, description="Complete commits that the rule did not choose.")
+
+
+class Ledger(Document):
+    """A run's account. `complete` only if each shard has a commit and all sums agree."""
+
+    format_version: int = 1
+    job: str
+    run_id: str
+    generation: int
+    fingerprint: str
+    plan_sha256: str
+    created_at: str
+    complete: bool
+    rows: int = Field(description="Input rows of the plan.")
+    counts: dict[str, int] = Field(description="By outcome; adds up to `rows`.")
+    reasons: dict[str, int]
+    tokens: Tokens
+    dedup_rows: int = Field(0, description="Rows answered by another row's answer.")
+    problems: list[str] = Field(default_factory=list, description="Why it is not complete.")
+    shards: list[LedgerShard]

@@ -1,0 +1,62 @@
+"""The plan: what a run will do, frozen before it starts."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from airflow_batchinfer.run.document import Document
+from airflow_batchinfer.spec import JobSpec
+
+
+class InputFile(Document):
+    """One file of the input snapshot. `version` is an ETag, a Delta version, or a mtime in ns."""
+
+    uri: str
+    size: int
+    version: str
+
+
+class InputSnapshot(Document):
+    """Which input the run read."""
+
+    files: list[InputFile]
+    rows: int
+    columns: dict[str, str] = Field(description="Arrow type of every input column, as text.")
+    carry_schema: str | None = Field(
+        None, description="Base64 of the Arrow IPC schema of the carried columns, to restore exact types."
+    )
+
+
+class PlannedShard(Document):
+    """One shard. `rows` counts input rows; `sent` those in its rows file; the rest are copies."""
+
+    shard: int
+    rows: int
+    sent: int
+    predicted_tokens: int
+    rows_key: str = Field(description="Key of the rows file.")
+    rows_bytes: int
+    rows_sha256: str
+    copies_key: str | None = Field(None, description="Key of the copies file, if rows were deduplicated.")
+
+
+class Plan(Document):
+    """A run's plan. Its shards' rows add up to `input.rows`."""
+
+    format_version: int = 1
+    job: str
+    run_id: str = Field(description="Airflow's run id (or the caller's), as it is.")
+    generation: int = 1
+    folder: str = Field(description="The run's folder in the store.")
+    created_at: str = Field(description="ISO 8601, UTC.")
+    epoch: str = Field(description="The split attempt that wrote it.")
+    fingerprint: str
+    spec: JobSpec
+    input: InputSnapshot
+    shards: list[PlannedShard]
+    warnings: list[str] = Field(default_factory=list)
+
+    @property
+    def rows(self) -> int:
+        """Input rows over all shards."""
+        return sum(s.rows for s in self.shards)

@@ -1,0 +1,64 @@
+"""Progress: what one attempt has done so far, rewritten every few seconds."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from airflow_batchinfer.errors import CorruptError
+from airflow_batchinfer.run.commit import Tokens
+from airflow_batchinfer.run.document import Document
+from airflow_batchinfer.run.layout import RunLayout
+from airflow_batchinfer.store import Store
+
+
+class Progress(Document):
+    """One attempt at one shard. Counts are of sent rows, earlier attempts' parts included."""
+
+    shard: int
+    epoch: str
+    state: Literal["loading", "running", "draining", "committed", "reclaimed", "stopped", "failed"]
+    message: str = ""
+    updated_at: str
+    sent: int
+    done: int = Field(description="Rows with an outcome, durable or not.")
+    durable: int = Field(description="Rows with an outcome in a part.")
+    resumed: int = Field(0, description="Rows taken from earlier attempts' parts.")
+    counts: dict[str, int]
+    tokens: Tokens = Field(description="Paid by this attempt.")
+    rows_per_second: float = Field(0.0, description="Over the last minute.")
+    tokens_per_second: float = Field(0.0, description="Prompt and output, over the last minute.")
+    in_flight: int = 0
+    engine_restarts: int = 0
+    held_seconds: float = 0.0
+    seconds_left: float | None = Field(None, description="At the last minute's rate; none if unknown.")
+
+    def line(self) -> str:
+        """One line for a log."""
+        left = "" if self.seconds_left is None else f" · {_duration(self.seconds_left)} left"
+        bad = self.done - self.counts.get("succeeded", 0)
+        return (
+            f"shard {self.shard:04d} {self.state}: {self.done}/{self.sent} rows ({bad} dead, "
+            f"{self.resumed} resumed) · {self.rows_per_second:.1f} rows/s · "
+            f"{self.tokens_per_second:.0f} tokens/s · {self.in_flight} in flight · "
+            f"{self.engine_restarts} restarts{left}"
+        )
+
+
+def latest_progress(store: Store, layout: RunLayout, shard: int) -> Progress | None:
+    """The newest attempt's progress; one that cannot be read counts as none."""
+    keys = [i.key for i in store.list(layout.shard(shard)) if i.key.endswith("/progress.json")]
+    for key in reversed(sorted(keys)):
+        try:
+            return Progress.read(store, key)
+        except (CorruptError, FileNotFoundError):
+            continue
+    return None
+
+
+def _duration(seconds: float) -> str:
+    whole = int(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    return f"{whole // 60} min" if whole < 3600 else f"{whole // 3600} h {whole % 3600 // 60} min"

@@ -1,0 +1,73 @@
+"""A shard's files: frozen rows in, parts out. Column names and types are fixed here."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+
+from airflow_batchinfer.run.outcome import Outcome, Reason
+
+ROW_ID = "row_id"
+CUSTOM_ID = "custom_id"
+COPIES = "copies"
+INPUT = "input"
+CARRY = "carry"
+
+
+def rows_schema(input_columns: pa.StructType, carry_columns: pa.StructType | None) -> pa.Schema:
+    """Schema of `rows.parquet`, in the order to be sent to the engine.
+
+    `custom_id` is text, or null without an id column. `copies` counts the other input rows that take
+    this row's answer. `input` holds the columns the prompt reads: as a dict it is the template's whole
+    world. `carry` holds the carried columns that are not already in `input`; absent if there are none.
+    User columns live inside the structs, so no name of theirs can collide with ours.
+    """
+    fields = [
+        pa.field(ROW_ID, pa.int64(), nullable=False),
+        pa.field(CUSTOM_ID, pa.string()),
+        pa.field(COPIES, pa.int32(), nullable=False),
+        pa.field(INPUT, input_columns),
+    ]
+    if carry_columns is not None:
+        fields.append(pa.field(CARRY, carry_columns))
+    return pa.schema(fields)
+
+
+def copies_schema(carry_columns: pa.StructType | None) -> pa.Schema:
+    """Schema of `copies.parquet`: each row, the sent row it is identical to, and its own carry.
+
+    `carry` here also lacks the columns that are in `input`: those equal the sent row's.
+    """
+    fields = [
+        pa.field(ROW_ID, pa.int64(), nullable=False),
+        pa.field("copy_of", pa.int64(), nullable=False),
+        pa.field(CUSTOM_ID, pa.string()),
+    ]
+    if carry_columns is not None:
+        fields.append(pa.field(CARRY, carry_columns))
+    return pa.schema(fields)
+
+
+PART_SCHEMA = pa.schema(
+    [
+        pa.field(ROW_ID, pa.int64(), nullable=False),
+        pa.field("outcome", pa.string(), nullable=False),
+        pa.field("reason", pa.string()),
+        pa.field("message", pa.string()),
+        pa.field("output", pa.string()),
+        pa.field("vector", pa.list_(pa.float32())),
+        pa.field("finish_reason", pa.string()),
+        pa.field("prompt_tokens", pa.int32(), nullable=False),
+        pa.field("output_tokens", pa.int32(), nullable=False),
+        pa.field("cached_tokens", pa.int32(), nullable=False),
+        pa.field("attempts", pa.int16(), nullable=False),
+        pa.field("finished_at", pa.timestamp("ms", tz="UTC"), nullable=False),
+    ]
+)
+"""Schema of a part. `output` is the answer as text (JSON text for `json`), or the last raw output of a
+row that did not succeed. Tokens are summed over all attempts at the row: they are what was paid.
+Its Parquet metadata holds `batchinfer.fingerprint`, `batchinfer.epoch` and `batchinfer.shard`."""
+
+PART_METADATA_PREFIX = "batchinfer."
+
+OUTCOMES = [o.value for o in Outcome]
+REASONS = [r.value for r in Reason]

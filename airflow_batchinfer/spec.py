@@ -1,0 +1,528 @@
+"""`JobSpec`: what the user wants done, as YAML, JSON or Python.
+
+The models refuse unknown fields and say what is allowed. Their JSON Schema feeds
+`docs/spec.md` and the form in Airflow's UI, so every field carries a description.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import jinja2
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from airflow_batchinfer.errors import SpecError
+
+MAX_MAPPED_TASKS = 1024
+"""Airflow's default `[core] max_map_length`: a longer list fails the task that returns it."""
+
+_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+_RESERVED_OUTPUT_COLUMNS = frozenset(
+    {
+        "row_id",
+        "custom_id",
+        "finish_reason",
+        "prompt_tokens",
+        "output_tokens",
+        "cached_tokens",
+        "attempts",
+        "run_id",
+        "job",
+        "fingerprint",
+    }
+)
+"""Columns the results table always has; an output or carried column may not take their names."""
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", validate_default=True, frozen=True)
+
+
+class InputSpec(_Strict):
+    """The dataset: which files, and which columns matter besides those the prompt names."""
+
+    path: str | list[str] = Field(
+        description="File, folder, glob, or a list of them; local, `s3://` or a Delta table's folder."
+    )
+    format: Literal["auto", "parquet", "jsonl", "csv", "delta"] = Field(
+        "auto", description="`auto` goes by the file's extension (`.gz` and `.zst` are looked through)."
+    )
+    id_column: str | None = Field(
+        None, description="Your own id of a row: unique, not null. It appears as `custom_id`."
+    )
+    carry: list[str] = Field(
+        default_factory=list, description="Input columns to copy into the results beside the outputs."
+    )
+    truth: str | None = Field(
+        None, description="Column with the true label, if there is one: the report then gives accuracy."
+    )
+    storage_options: dict[str, str] = Field(
+        default_factory=dict,
+        description="For `s3://` inputs: `endpoint_url`, `region`, `addressing_style`. Never credentials.",
+    )
+
+    @field_validator("path")
+    @classmethod
+    def _some_path(cls, value: str | list[str]) -> str | list[str]:
+        paths = [value] if isinstance(value, str) else value
+        if not paths or not all(p.strip() for p in paths):
+            raise ValueError("name at least one file, folder or glob")
+        return value
+
+    @property
+    def paths(self) -> list[str]:
+        """The path or paths as a list."""
+        return [self.path] if isinstance(self.path, str) else list(self.path)
+
+
+class Message(_Strict):
+    """One chat message; `content` is a Jinja template over the row's columns."""
+
+    role: Literal["system", "user", "assistant"] = Field(description="Who speaks.")
+    content: str = Field(description="Jinja template; sees only the row's columns.")
+
+
+class Example(_Strict):
+    """A worked example shown to the model before the row (few-shot); literal text, not a template."""
+
+    user: str = Field(description="What the user says.")
+    assistant: str = Field(description="The answer the model should imitate.")
+
+
+class PromptSpec(_Strict):
+    """How a row becomes a prompt: one template, or chat messages."""
+
+    template: str | None = Field(
+        None, description="Jinja template of the user's message, for instance `Classify: {{ text }}`."
+    )
+    system: str | None = Field(
+        None, description="System message, literal text shared by all rows (a long one is cached once)."
+    )
+    messages: list[Message] | None = Field(
+        None, description="Chat messages with roles, instead of `template` and `system`."
+    )
+    examples: list[Example] = Field(
+        default_factory=list, description="Few-shot examples, put before the last user message."
+    )
+    chat: bool = Field(
+        True, description="Apply the model's chat template. `false` sends the rendered template as it is."
+    )
+    chat_template: str | None = Field(
+        None, description="Jinja chat template to use instead of the tokenizer's own."
+    )
+
+    @model_validator(mode="after")
+    def _one_form(self) -> Self:
+        if (self.template is None) == (self.messages is None):
+            raise ValueError("give exactly one of `template` and `messages`")
+        if self.messages is not None:
+            if self.system is not None:
+                raise ValueError("with `messages`, put the system text in a message of role `system`")
+            if not self.messages or self.messages[-1].role != "user":
+                raise ValueError("the last of `messages` must have role `user`")
+        if not self.chat and (self.messages or self.system or self.examples or self.chat_template):
+            raise ValueError("`chat: false` takes only `template`")
+        for where, text in self.templates().items():
+            try:
+                jinja2.Environment(autoescape=False).parse(text)
+            except jinja2.TemplateSyntaxError as error:
+                raise ValueError(f"{where}: line {error.lineno}: {error.message}") from error
+        return self
+
+    def templates(self) -> dict[str, str]:
+        """The Jinja templates by the field that holds them."""
+        if self.messages is not None:
+            return {f"messages.{i}.content": m.content for i, m in enumerate(self.messages)}
+        assert self.template is not None
+        return {"template": self.template}
+
+
+class ModelSpec(_Strict):
+    """The model and the engine that serves it."""
+
+    name: str = Field(description="Hugging Face name or local folder of the model.")
+    revision: str | None = Field(None, description="Commit, tag or branch. Pin it: results depend on it.")
+    tokenizer: str | None = Field(
+        None, description="Name or folder of the tokenizer, if not the model's own."
+    )
+    backend: str = Field(
+        "vllm",
+        description=(
+            "`vllm` (in the worker's process), `openai` (a server that speaks OpenAI's HTTP API), "
+            "or `package.module:Class` of your own engine."
+        ),
+    )
+    engine: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Engine arguments by vLLM's own names, for instance `max_model_len: 4096`.",
+    )
+    adapter: str | None = Field(None, description="LoRA adapter: Hugging Face name or folder.")
+    trust_remote_code: bool = Field(
+        False, description="Let the model's repository run its own code in the worker. Off unless said."
+    )
+    base_url: str | None = Field(None, description="`openai` only: the server, up to and with `/v1`.")
+    api_key_env: str | None = Field(
+        None, description="`openai` only: name of the environment variable that holds the key."
+    )
+    max_concurrency: int = Field(
+        64, ge=1, le=4096, description="`openai` only: most requests open at once; falls on 429 and 5xx."
+    )
+
+    @model_validator(mode="after")
+    def _backend(self) -> Self:
+        if self.backend == "openai":
+            if not self.base_url:
+                raise ValueError("`backend: openai` needs `base_url`")
+        elif self.base_url or self.api_key_env:
+            raise ValueError("`base_url` and `api_key_env` belong to `backend: openai`")
+        if self.backend not in ("vllm", "openai") and not re.fullmatch(r"[\w.]+:\w+", self.backend):
+            raise ValueError("`backend` must be `vllm`, `openai` or `package.module:Class`")
+        if "trust_remote_code" in self.engine:
+            raise ValueError("set `model.trust_remote_code`, not `model.engine.trust_remote_code`")
+        return self
+
+
+class GenerateTask(_Strict):
+    """Free text."""
+
+    type: Literal["generate"] = Field("generate", description="Free text.")
+
+
+class ChoiceTask(_Strict):
+    """One label of a set, enforced while decoding."""
+
+    type: Literal["choice"] = Field(description="One of `labels`, enforced while decoding.")
+    labels: list[str] = Field(min_length=2, description="The allowed answers.")
+
+    @field_validator("labels")
+    @classmethod
+    def _distinct(cls, value: list[str]) -> list[str]:
+        if len(set(value)) != len(value) or not all(v.strip() for v in value):
+            raise ValueError("labels must be distinct and not blank")
+        return value
+
+
+class JsonTask(_Strict):
+    """An object that fits a JSON Schema, enforced while decoding."""
+
+    type: Literal["json"] = Field(description="An object that fits `schema`.")
+    json_schema: dict[str, Any] = Field(alias="schema", description="JSON Schema of the answer.")
+
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True, serialize_by_alias=True)
+
+
+class RegexTask(_Strict):
+    """Text that matches a regular expression, enforced while decoding."""
+
+    type: Literal["regex"] = Field(description="Text that matches `pattern` as a whole.")
+    pattern: str = Field(min_length=1, description="Regular expression.")
+
+    @field_validator("pattern")
+    @classmethod
+    def _compiles(cls, value: str) -> str:
+        try:
+            re.compile(value)
+        except re.error as error:
+            raise ValueError(f"not a regular expression: {error}") from error
+        return value
+
+
+class EmbedTask(_Strict):
+    """One vector a row."""
+
+    type: Literal["embed"] = Field(description="A vector; the model must be an embedding model.")
+    normalize: bool = Field(True, description="Scale each vector to length 1.")
+
+
+TaskSpec = Annotated[
+    GenerateTask | ChoiceTask | JsonTask | RegexTask | EmbedTask, Field(discriminator="type")
+]
+
+
+class SamplingSpec(_Strict):
+    """Decoding settings, the same for all rows."""
+
+    max_tokens: int = Field(256, ge=1, description="Most tokens in an answer.")
+    temperature: float = Field(0.0, ge=0.0, le=2.0, description="0 is greedy.")
+    top_p: float = Field(1.0, gt=0.0, le=1.0, description="Nucleus sampling.")
+    top_k: int = Field(0, ge=0, description="0 is off.")
+    min_p: float = Field(0.0, ge=0.0, le=1.0, description="0 is off.")
+    presence_penalty: float = Field(0.0, ge=-2.0, le=2.0, description="0 is off.")
+    frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0, description="0 is off.")
+    repetition_penalty: float = Field(1.0, gt=0.0, le=2.0, description="1 is off.")
+    stop: list[str] = Field(default_factory=list, description="Texts that end an answer.")
+    seed: int = Field(0, ge=0, description="Seed of the first attempt at a row; the next adds 1.")
+
+
+class OutputSpec(_Strict):
+    """Names of the columns in the results table."""
+
+    column: str = Field("output", description="Column of the answer: text, label, struct or vector.")
+    carry_prefix: str = Field("", description="Put before the names of carried columns.")
+
+    @field_validator("column")
+    @classmethod
+    def _free(cls, value: str) -> str:
+        if value in _RESERVED_OUTPUT_COLUMNS or not value.strip():
+            raise ValueError(
+                f"`{value}` is taken by the results table; reserved: {sorted(_RESERVED_OUTPUT_COLUMNS)}"
+            )
+        return value
+
+
+class ShardingSpec(_Strict):
+    """How rows are cut into shards, and how many run at once."""
+
+    max_rows: int = Field(50_000, ge=1, description="Most rows in a shard.")
+    target_tokens: int = Field(
+        20_000_000, ge=1, description="Predicted tokens (prompt and answer) of a shard, about."
+    )
+    max_shards: int = Field(
+        MAX_MAPPED_TASKS, ge=1, le=MAX_MAPPED_TASKS, description="Never more; shards grow instead."
+    )
+    max_parallel_shards: int = Field(4, ge=1, description="Workers that run at once in one run.")
+    shards_per_task: int = Field(1, ge=1, description="Shards that one worker process takes in a row.")
+    dedup: bool = Field(True, description="Send rows whose prompt columns are identical once only.")
+
+
+class CheckpointSpec(_Strict):
+    """How often a worker makes results durable, and how it leaves."""
+
+    rows: int = Field(5_000, ge=1, description="Write a part after so many finished rows, or")
+    seconds: float = Field(60.0, gt=0, description="after so many seconds, whichever comes first.")
+    grace_seconds: float = Field(
+        20.0, ge=0, description="On SIGTERM: let rows in flight finish for so long, then abort and flush."
+    )
+    progress_seconds: float = Field(5.0, gt=0, description="Interval of `progress.json`.")
+
+
+class RetrySpec(_Strict):
+    """What is tried again inside a worker; Airflow's own retries are set on the task."""
+
+    invalid_attempts: int = Field(2, ge=1, description="Attempts at a row whose output is invalid, in all.")
+    engine_attempts: int = Field(3, ge=1, description="Attempts at a row on transient engine errors, in all.")
+    backoff_seconds: float = Field(1.0, ge=0, description="First wait before such an attempt; doubles.")
+    row_timeout_seconds: float = Field(600.0, gt=0, description="A row in the engine for longer is aborted.")
+    stall_seconds: float = Field(
+        300.0, gt=0, description="An engine that makes no token for so long while rows wait is restarted."
+    )
+    startup_seconds: float = Field(1800.0, gt=0, description="Deadline of the engine's start.")
+    engine_restarts: int = Field(20, ge=0, description="Engine restarts a worker may make in a shard.")
+    reclaims: int = Field(50, ge=0, description="Re-launches after a reclaim; they use up no task retry.")
+
+
+class OverLongSpec(_Strict):
+    """What becomes of a row whose prompt and answer do not fit the model's context."""
+
+    policy: Literal["reject", "truncate", "split"] = Field(
+        "reject", description="`truncate` and `split` cut the named column, never the instructions."
+    )
+    column: str | None = Field(None, description="The column to cut; needed unless `reject`.")
+    keep: Literal["start", "end", "both"] = Field(
+        "start", description="`truncate`: what to keep; `both` cuts the middle."
+    )
+    overlap_tokens: int = Field(64, ge=0, description="`split`: tokens that neighbouring windows share.")
+    combine: Literal["concat", "list", "majority"] = Field(
+        "concat", description="`split`: how the windows' answers become one."
+    )
+    separator: str = Field("\n", description="`split` with `concat`: put between the answers.")
+
+    @model_validator(mode="after")
+    def _needs_column(self) -> Self:
+        if self.policy != "reject" and not self.column:
+            raise ValueError(f"`policy: {self.policy}` needs `column`, the column to cut")
+        return self
+
+
+class FailureSpec(_Strict):
+    """How much may go wrong before the gate holds the results back."""
+
+    max_dead_fraction: float = Field(
+        0.05, ge=0.0, le=1.0, description="Most dead letters, as a fraction of the input rows."
+    )
+    max_dead_by_reason: dict[str, float] = Field(
+        default_factory=dict, description="The same for single reasons, e.g. `over_long: 0.01`."
+    )
+
+
+class ValidationSpec(_Strict):
+    """Great Expectations checks on the outputs; those that follow from the task come by themselves."""
+
+    enabled: bool = Field(True, description="Run the checks.")
+    expectations: list[dict[str, Any]] = Field(
+        default_factory=list,
+        description="Great Expectations, each `{type: expect_..., kwargs: {...}}` over the results' columns.",
+    )
+    suite: str | None = Field(None, description="Path of a suite in Great Expectations' JSON.")
+    on_failure: Literal["hold", "warn"] = Field(
+        "hold", description="`hold`: the gate keeps the results back; `warn`: the report says so."
+    )
+    sample_rows: int = Field(20_000, ge=1, description="Rows of a shard's outputs that are checked, at most.")
+
+
+class ReportSpec(_Strict):
+    """The report a run ends with."""
+
+    samples: int = Field(20, ge=0, le=1000, description="Prompts and outputs shown, drawn at random.")
+    seed: int = Field(0, ge=0, description="Seed of that draw.")
+
+
+class ExportSpec(_Strict):
+    """A plain file of the results beside the table, in input order."""
+
+    format: Literal["parquet", "jsonl", "csv"] = Field(description="File format.")
+    path: str = Field(description="Where to; local or `s3://`. `{run_id}` and `{job}` are filled in.")
+
+
+class JobSpec(_Strict):
+    """A job: a dataset, a prompt, a model, and what a good answer looks like."""
+
+    name: str = Field(description="The job's name: letters, digits, `.`, `_` and `-`.", max_length=100)
+    input: InputSpec = Field(description="The dataset.")
+    prompt: PromptSpec = Field(description="How a row becomes a prompt.")
+    model: ModelSpec = Field(description="The model and its engine.")
+    store: str = Field(description="Folder of runs and tables: a local path or `s3://bucket/prefix`.")
+    storage_options: dict[str, str] = Field(
+        default_factory=dict,
+        description="For an `s3://` store: `endpoint_url`, `region`, `addressing_style`, `sse`. Never credentials.",
+    )
+    task: TaskSpec = Field(default_factory=GenerateTask, description="What the model has to produce.")
+    sampling: SamplingSpec = Field(default_factory=SamplingSpec, description="Decoding settings.")
+    output: OutputSpec = Field(default_factory=OutputSpec, description="Names of output columns.")
+    sharding: ShardingSpec = Field(default_factory=ShardingSpec, description="Shards and parallelism.")
+    checkpoint: CheckpointSpec = Field(default_factory=CheckpointSpec, description="Durability.")
+    retry: RetrySpec = Field(default_factory=RetrySpec, description="Retries inside a worker.")
+    overlong: OverLongSpec = Field(default_factory=OverLongSpec, description="Prompts that do not fit.")
+    failure: FailureSpec = Field(default_factory=FailureSpec, description="Tolerance for dead letters.")
+    validation: ValidationSpec = Field(default_factory=ValidationSpec, description="Checks on the outputs.")
+    report: ReportSpec = Field(default_factory=ReportSpec, description="The report.")
+    export: list[ExportSpec] = Field(default_factory=list, description="Plain files of the results.")
+    on_changed_spec: Literal["fail", "restart"] = Field(
+        "fail",
+        description=(
+            "When a run's plan exists and the spec has changed since: `fail` names the fields; "
+            "`restart` starts a new generation and keeps the old one on disk."
+        ),
+    )
+
+    @field_validator("name")
+    @classmethod
+    def _path_safe(cls, value: str) -> str:
+        if not _NAME.match(value):
+            raise ValueError("use letters, digits, `.`, `_` and `-`, and start with a letter or digit")
+        return value
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        for column in self.carried:
+            name = self.output.carry_prefix + column
+            if name in _RESERVED_OUTPUT_COLUMNS or name == self.output.column:
+                raise ValueError(
+                    f"carried column `{name}` collides with a column of the results table; "
+                    "set `output.carry_prefix` or `output.column`"
+                )
+        if self.overlong.combine == "majority" and not isinstance(self.task, ChoiceTask):
+            raise ValueError("`overlong.combine: majority` is for `task.type: choice`")
+        if isinstance(self.task, EmbedTask) and self.overlong.policy == "split":
+            raise ValueError("`overlong.policy: split` is not for `task.type: embed`")
+        return self
+
+    @property
+    def carried(self) -> list[str]:
+        """Input columns copied to the results: `input.carry`, and the truth column if there is one."""
+        extra = [self.input.truth] if self.input.truth and self.input.truth not in self.input.carry else []
+        return [*self.input.carry, *extra]
+
+    @classmethod
+    def parse(cls, data: Mapping[str, Any]) -> Self:
+        """Validate a mapping.
+
+        Raises:
+            SpecError: with one line per fault: the field's path, what is wrong, what is allowed.
+        """
+        try:
+            return cls.model_validate(dict(data))
+        except ValidationError as error:
+            raise SpecError(_explain(error)) from error
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read a spec from a YAML or JSON file. Relative `input.path` and `store` stay as they are.
+
+        Raises:
+            SpecError: if the file cannot be read, is not a mapping, or is not a valid spec.
+        """
+        try:
+            data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise SpecError(f"{path}: cannot be read as YAML: {error}") from error
+        if not isinstance(data, dict):
+            raise SpecError(f"{path}: a job spec is a mapping of fields, not {type(data).__name__}")
+        try:
+            return cls.parse(data)
+        except SpecError as error:
+            raise SpecError(f"{path}: {error}") from error
+
+    def dump(self) -> dict[str, Any]:
+        """The spec as JSON values, complete with defaults; `parse(dump())` gives it back."""
+        data: dict[str, Any] = self.model_dump(mode="json", by_alias=True)
+        return data
+
+    def to_yaml(self) -> str:
+        """The spec as YAML, complete with defaults."""
+        return yaml.safe_dump(self.dump(), sort_keys=False, allow_unicode=True)
+
+
+def _explain(error: ValidationError) -> str:
+    """One line per fault, with a suggestion for a mistyped field name."""
+    lines = []
+    for fault in error.errors(include_url=False):
+        path = ".".join(str(p) for p in fault["loc"] if p not in _UNION_TAGS) or "spec"
+        message = fault["msg"].removeprefix("Value error, ")
+        if fault["type"] == "extra_forbidden":
+            allowed = _allowed_fields(fault["loc"][:-1])
+            close = difflib.get_close_matches(str(fault["loc"][-1]), allowed, n=1)
+            hint = f"; did you mean `{close[0]}`?" if close else ""
+            message = f"unknown field{hint}" + (f" (allowed: {', '.join(allowed)})" if allowed else "")
+        elif fault["type"] != "value_error" and not isinstance(fault["input"], (dict, list)):
+            message = f"{message} (got {json.dumps(fault['input'], default=str)})"
+        lines.append(f"{path}: {message}")
+    return "\n".join(lines)
+
+
+_UNION_TAGS = frozenset({"generate", "choice", "json", "regex", "embed"})
+
+
+def _allowed_fields(loc: tuple[int | str, ...]) -> list[str]:
+    """Field names of the model at `loc` in a `JobSpec`; empty where that is no model."""
+    schema = JobSpec.model_json_schema()
+    node: dict[str, Any] = schema
+    for step in loc:
+        node = _resolve(schema, node)
+        if isinstance(step, int):
+            node = node.get("items", {})
+        elif "discriminator" in node:
+            node = {"$ref": node["discriminator"]["mapping"].get(step, "")}
+        else:
+            node = node.get("properties", {}).get(step, {})
+    return sorted(_resolve(schema, node).get("properties", {}))
+
+
+def _resolve(schema: dict[str, Any], node: dict[str, Any]) -> dict[str, Any]:
+    """Follow `$ref`, and the one non-null branch of an optional field."""
+    while True:
+        branches = [b for b in node.get("anyOf", []) if b.get("type") != "null"]
+        if "$ref" in node:
+            node = schema["$defs"].get(node["$ref"].rsplit("/", 1)[-1], {})
+        elif len(branches) == 1:
+            node = branches[0]
+        elif len(branches) == 2 and any(b.get("type") == "array" for b in branches):
+            node = next(b for b in branches if b.get("type") == "array")
+        else:
+            return node

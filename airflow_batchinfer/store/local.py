@@ -1,0 +1,106 @@
+"""`LocalStore`: a folder on a local or shared file system."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from airflow_batchinfer.errors import StoreError
+from airflow_batchinfer.store.base import ObjectInfo
+
+if TYPE_CHECKING:
+    import pyarrow.fs
+
+_TEMPORARY = ".tmp-"
+"""Prefix of half-written files; listings leave them out, a kill may leave them behind."""
+
+
+class LocalStore:
+    """Objects are files; a write goes to a temporary file, is synced, and is renamed into place."""
+
+    def __init__(self, root: str | Path) -> None:
+        self._root = Path(root).expanduser().resolve()
+        self.uri = str(self._root)
+
+    def read_bytes(self, key: str) -> bytes:
+        path = self._path(key)
+        try:
+            return path.read_bytes()
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise FileNotFoundError(f"{path} does not exist") from error
+        except OSError as error:
+            raise StoreError(f"cannot read {path}: {error}") from error
+
+    def write_bytes(self, key: str, data: bytes) -> None:
+        with self._replacing(key) as temporary:
+            temporary.write_bytes(data)
+
+    def put_file(self, source: Path, key: str) -> None:
+        with self._replacing(key) as temporary:
+            shutil.move(source, temporary)
+
+    def exists(self, key: str) -> bool:
+        return self._path(key).is_file()
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        folder = self._path(prefix)
+        try:
+            found = sorted(p for p in folder.rglob("*") if not p.name.startswith(_TEMPORARY) and p.is_file())
+            for path in found:
+                stat = path.stat()
+                yield ObjectInfo(path.relative_to(self._root).as_posix(), stat.st_size, stat.st_mtime)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise StoreError(f"cannot list {folder}: {error}") from error
+
+    def delete(self, key: str) -> None:
+        try:
+            self._path(key).unlink(missing_ok=True)
+        except OSError as error:
+            raise StoreError(f"cannot delete {self._path(key)}: {error}") from error
+
+    def filesystem(self) -> tuple[pyarrow.fs.FileSystem, str]:
+        import pyarrow.fs
+
+        return pyarrow.fs.LocalFileSystem(), str(self._root)
+
+    def uri_of(self, key: str) -> str:
+        return str(self._path(key))
+
+    def options(self) -> dict[str, str]:
+        return {}
+
+    def _path(self, key: str) -> Path:
+        path = self._root / key
+        if not Path(os.path.normpath(path)).is_relative_to(self._root):
+            raise StoreError(f"key {key!r} leaves the store {self._root}")
+        return path
+
+    @contextmanager
+    def _replacing(self, key: str) -> Iterator[Path]:
+        """Yield a temporary path beside the key's; make its content durable under the key after."""
+        path = self._path(key)
+        temporary = path.with_name(f"{_TEMPORARY}{uuid.uuid4().hex}")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            yield temporary
+            _sync(temporary)
+            temporary.replace(path)
+            _sync(path.parent)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            raise StoreError(f"cannot write {path}: {error}") from error
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
