@@ -390,7 +390,9 @@ class JobSpec(_Strict):
     store: str = Field(description="Folder of runs and tables: a local path or `s3://bucket/prefix`.")
     storage_options: dict[str, str] = Field(
         default_factory=dict,
-        description="For an `s3://` store: `endpoint_url`, `region`, `addressing_style`, `sse`. Never credentials.",
+        description=(
+            "For an `s3://` store: `endpoint_url`, `region`, `addressing_style`, `sse`. Never credentials."
+        ),
     )
     task: TaskSpec = Field(default_factory=GenerateTask, description="What the model has to produce.")
     sampling: SamplingSpec = Field(default_factory=SamplingSpec, description="Decoding settings.")

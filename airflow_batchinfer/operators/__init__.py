@@ -1,0 +1,1 @@
+"""Thin Airflow operators: each turns arguments into one call of `pipeline/` or one worker."""

@@ -49,7 +49,7 @@ class Progress(Document):
 def latest_progress(store: Store, layout: RunLayout, shard: int) -> Progress | None:
     """The newest attempt's progress; one that cannot be read counts as none."""
     keys = [i.key for i in store.list(layout.shard(shard)) if i.key.endswith("/progress.json")]
-    for key in reversed(sorted(keys)):
+    for key in sorted(keys, reverse=True):
         try:
             return Progress.read(store, key)
         except (CorruptError, FileNotFoundError):

@@ -1,0 +1,1 @@
+"""What runs beside the GPU: admission, engine, checkpoints, signals; no Airflow here."""
