@@ -62,6 +62,13 @@ class Store(Protocol):
         """The full address of a key, for people and for engines that take a URI."""
         ...
 
+    def delta_options(self) -> dict[str, str]:
+        """`storage_options` with which `deltalake` opens a table here: they hold credentials.
+
+        Hand them on at once; never store, log or return them to Airflow. Empty for local.
+        """
+        ...
+
     def options(self) -> dict[str, str]:
         """Non-secret options with which `open_store` gives this store again (empty for local)."""
         ...

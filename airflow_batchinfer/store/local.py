@@ -73,6 +73,9 @@ class LocalStore:
     def uri_of(self, key: str) -> str:
         return str(self._path(key))
 
+    def delta_options(self) -> dict[str, str]:
+        return {}
+
     def options(self) -> dict[str, str]:
         return {}
 
