@@ -15,9 +15,10 @@ from typing import Annotated, Any, Literal, Self
 
 import jinja2
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from airflow_batchinfer.errors import SpecError
+from airflow_batchinfer.store.options import S3Options
 
 MAX_MAPPED_TASKS = 1024
 """Airflow's default `[core] max_map_length`: a longer list fails the task that returns it."""
@@ -38,6 +39,18 @@ _RESERVED_OUTPUT_COLUMNS = frozenset(
     }
 )
 """Columns the results table always has; an output or carried column may not take their names."""
+
+
+def _storage_options(value: dict[str, str]) -> dict[str, str]:
+    try:
+        S3Options.parse(value)
+    except SpecError as error:
+        raise ValueError(str(error)) from error
+    return value
+
+
+StorageOptions = Annotated[dict[str, str], AfterValidator(_storage_options)]
+"""Settings of an S3 store. A credential among them is refused: plans and rendered templates show them."""
 
 
 class _Strict(BaseModel):
@@ -62,9 +75,9 @@ class InputSpec(_Strict):
     truth: str | None = Field(
         None, description="Column with the true label, if there is one: the report then gives accuracy."
     )
-    storage_options: dict[str, str] = Field(
+    storage_options: StorageOptions = Field(
         default_factory=dict,
-        description="For `s3://` inputs: `endpoint_url`, `region`, `addressing_style`. Never credentials.",
+        description="For `s3://` inputs: `endpoint_url`, `region`, `addressing_style`, `sse`. Never credentials.",
     )
 
     @field_validator("path")
@@ -163,6 +176,10 @@ class ModelSpec(_Strict):
         description="Engine arguments by vLLM's own names, for instance `max_model_len: 4096`.",
     )
     adapter: str | None = Field(None, description="LoRA adapter: Hugging Face name or folder.")
+    compile_cache: str | None = Field(
+        None,
+        description="`vllm` only: folder that keeps compiled code; on a shared volume only the first pod compiles.",
+    )
     trust_remote_code: bool = Field(
         False, description="Let the model's repository run its own code in the worker. Off unless said."
     )
@@ -364,6 +381,9 @@ class ValidationSpec(_Strict):
         "hold", description="`hold`: the gate keeps the results back; `warn`: the report says so."
     )
     sample_rows: int = Field(20_000, ge=1, description="Rows of a shard's outputs that are checked, at most.")
+    min_accuracy: float | None = Field(
+        None, ge=0.0, le=1.0, description="Least accuracy against `input.truth`; for `task.type: choice`."
+    )
 
 
 class ReportSpec(_Strict):
@@ -388,7 +408,7 @@ class JobSpec(_Strict):
     prompt: PromptSpec = Field(description="How a row becomes a prompt.")
     model: ModelSpec = Field(description="The model and its engine.")
     store: str = Field(description="Folder of runs and tables: a local path or `s3://bucket/prefix`.")
-    storage_options: dict[str, str] = Field(
+    storage_options: StorageOptions = Field(
         default_factory=dict,
         description=(
             "For an `s3://` store: `endpoint_url`, `region`, `addressing_style`, `sse`. Never credentials."
