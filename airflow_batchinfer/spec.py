@@ -15,7 +15,15 @@ from typing import Annotated, Any, Literal, Self
 
 import jinja2
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from airflow_batchinfer.errors import SpecError
 from airflow_batchinfer.store.options import S3Options
@@ -77,7 +85,7 @@ class InputSpec(_Strict):
     )
     storage_options: StorageOptions = Field(
         default_factory=dict,
-        description="For `s3://` inputs: `endpoint_url`, `region`, `addressing_style`, `sse`. Never credentials.",
+        description="For `s3://` inputs: `endpoint_url`, `region`, `addressing_style`. Never credentials.",
     )
 
     @field_validator("path")
@@ -178,7 +186,7 @@ class ModelSpec(_Strict):
     adapter: str | None = Field(None, description="LoRA adapter: Hugging Face name or folder.")
     compile_cache: str | None = Field(
         None,
-        description="`vllm` only: folder that keeps compiled code; on a shared volume only the first pod compiles.",
+        description="`vllm` only: folder for compiled code; on a shared volume only the first pod compiles.",
     )
     trust_remote_code: bool = Field(
         False, description="Let the model's repository run its own code in the worker. Off unless said."
