@@ -459,6 +459,10 @@ class JobSpec(_Strict):
                 )
         if self.overlong.combine == "majority" and not isinstance(self.task, ChoiceTask):
             raise ValueError("`overlong.combine: majority` is for `task.type: choice`")
+        if self.validation.min_accuracy is not None and not (
+            self.input.truth and isinstance(self.task, ChoiceTask)
+        ):
+            raise ValueError("`validation.min_accuracy` needs `input.truth` and `task.type: choice`")
         if isinstance(self.task, EmbedTask) and self.overlong.policy == "split":
             raise ValueError("`overlong.policy: split` is not for `task.type: embed`")
         return self

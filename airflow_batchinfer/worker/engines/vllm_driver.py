@@ -1,0 +1,224 @@
+"""Drives vLLM's `LLMEngine` step by step: a row comes back when it is finished, alone.
+
+vLLM's own `LLM.generate` adds all prompts, waits for all, and one that it refuses ends the call for
+all. The engine below it has none of these limits, and this is the loop `LLM` runs, without them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import vllm
+from vllm import LLMEngine, PoolingParams, SamplingParams
+from vllm.exceptions import VLLMClientError
+from vllm.inputs.engine import tokens_input
+from vllm.lora.request import LoRARequest
+from vllm.outputs import PoolingRequestOutput, RequestOutput
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+from vllm.usage.usage_lib import UsageContext
+
+from airflow_batchinfer.errors import SpecError
+from airflow_batchinfer.run.outcome import Reason
+from airflow_batchinfer.spec import ChoiceTask, EmbedTask, JobSpec, JsonTask, RegexTask
+from airflow_batchinfer.worker.engines.vllm_options import engine_arguments
+
+Result = tuple[Any, ...]
+"""A `Completion`'s fields, or `(key, "failure", reason, message, transient)`: plain, so cheap to send."""
+
+_ACCEPTED = frozenset({"stop", "length"})
+"""Finishes that are results. `abort` and `error` carry partial text and are none."""
+
+_IN_FLIGHT_BATCHES = 2
+"""Requests to keep in the engine, in batches of `max_num_seqs`: as fast as handing it everything."""
+
+
+class VllmDriver:
+    """One loaded vLLM engine for one job."""
+
+    def __init__(self, spec: JobSpec) -> None:
+        """Load the model and run one short request, so that every grammar is compiled before the first row.
+
+        Raises:
+            SpecError: an option, the model or the schema is not what vLLM can work with.
+        """
+        self._task = spec.task
+        self._sampling = spec.sampling
+        arguments = engine_arguments(spec)
+        self._engine = LLMEngine.from_engine_args(arguments, UsageContext.LLM_CLASS)
+        self._config = self._engine.vllm_config
+        self._adapter = (
+            LoRARequest(lora_name="adapter", lora_int_id=1, lora_path=spec.model.adapter)
+            if spec.model.adapter
+            else None
+        )
+        self._parameters: dict[int, SamplingParams | PoolingParams] = {}
+        self.counters = {"steps": 0, "prefilled_tokens": 0, "cached_tokens": 0, "made_tokens": 0}
+        """Totals since the start: engine steps with output, prompt tokens computed, taken from the
+        prefix cache, and tokens made."""
+        self._count_outputs()
+        self._warm_up()
+
+    @property
+    def busy(self) -> bool:
+        """Whether requests are in the engine."""
+        return bool(self._engine.has_unfinished_requests())
+
+    @property
+    def tokens_made(self) -> int:
+        """Moves whenever the engine makes progress."""
+        return self.counters["made_tokens"] + self.counters["prefilled_tokens"] + self.counters["steps"]
+
+    def info(self) -> dict[str, Any]:
+        """The fields of `EngineInfo`."""
+        scheduler, model, cache = (
+            self._config.scheduler_config,
+            self._config.model_config,
+            self._config.cache_config,
+        )
+        options = {
+            "max_num_seqs": scheduler.max_num_seqs,
+            "max_num_batched_tokens": scheduler.max_num_batched_tokens,
+            "enable_chunked_prefill": scheduler.enable_chunked_prefill,
+            "enable_prefix_caching": cache.enable_prefix_caching,
+            "cache_dtype": cache.cache_dtype,
+            "block_size": cache.block_size,
+            "num_gpu_blocks": cache.num_gpu_blocks,
+            "dtype": model.dtype,
+            "quantization": model.quantization,
+            "tensor_parallel_size": self._config.parallel_config.tensor_parallel_size,
+            "pipeline_parallel_size": self._config.parallel_config.pipeline_parallel_size,
+        }
+        return {
+            "name": "vllm",
+            "version": vllm.__version__,
+            "max_in_flight": _IN_FLIGHT_BATCHES * scheduler.max_num_seqs,
+            "max_model_len": model.max_model_len,
+            "options": {name: str(value) for name, value in options.items()},
+        }
+
+    def add(self, key: str, seed: int, token_ids: list[int]) -> Result | None:
+        """Queue one request; returns its failure if vLLM refuses it."""
+        try:
+            self._engine.add_request(
+                key, tokens_input(token_ids), self._parameters_for(seed), lora_request=self._adapter
+            )
+        except (VLLMClientError, ValueError, TypeError) as error:
+            too_long = len(token_ids) >= self._config.model_config.max_model_len
+            reason = Reason.OVER_LONG if too_long else Reason.ENGINE_REFUSED
+            return (key, "failure", reason.value, f"vLLM refused the prompt: {error}", False)
+        return None
+
+    def abort(self, keys: list[str]) -> None:
+        """Forget requests."""
+        self._engine.abort_request(keys)
+
+    def step(self) -> list[Result]:
+        """Wait for the engine's next step and return what it finished."""
+        return [self._result(output) for output in self._engine.step() if output.finished]
+
+    def _result(self, output: RequestOutput | PoolingRequestOutput[Any]) -> Result:
+        prompt_tokens = len(output.prompt_token_ids or ())
+        if isinstance(output, PoolingRequestOutput):
+            vector = output.outputs.data.float().flatten().tolist()
+            return (output.request_id, None, vector, "stop", prompt_tokens, 0, output.num_cached_tokens or 0)
+        answer = output.outputs[0]
+        if answer.finish_reason not in _ACCEPTED:
+            return self._unfinished(output.request_id, answer.finish_reason)
+        return (
+            output.request_id,
+            answer.text,
+            None,
+            answer.finish_reason,
+            prompt_tokens,
+            len(answer.token_ids),
+            output.num_cached_tokens or 0,
+        )
+
+    def _unfinished(self, key: str, finish_reason: str | None) -> Result:
+        structured = isinstance(self._task, (ChoiceTask, JsonTask, RegexTask))
+        if finish_reason == "error" and structured:
+            return (key, "failure", Reason.GRAMMAR_REJECTED.value, "vLLM could not apply the grammar", True)
+        message = f"vLLM ended the request with finish_reason `{finish_reason}`"
+        return (key, "failure", Reason.ENGINE_ERROR.value, message, True)
+
+    def _parameters_for(self, seed: int) -> SamplingParams | PoolingParams:
+        """vLLM's parameters; greedy decoding uses no seed, so all rows share one object."""
+        if isinstance(self._task, EmbedTask):
+            return self._parameters.setdefault(
+                0, PoolingParams(task="embed", use_activation=self._task.normalize)
+            )
+        greedy = self._sampling.temperature == 0.0
+        slot = 0 if greedy else seed
+        if slot not in self._parameters:
+            if len(self._parameters) > 1024:  # a job that gives each row its own seed
+                self._parameters.clear()
+            self._parameters[slot] = self._sampling_parameters(None if greedy else seed)
+        return self._parameters[slot]
+
+    def _sampling_parameters(self, seed: int | None) -> SamplingParams:
+        sampling = self._sampling
+        return SamplingParams(
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            repetition_penalty=sampling.repetition_penalty,
+            stop=sampling.stop or None,
+            seed=seed,
+            structured_outputs=self._grammar(),
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    def _grammar(self) -> StructuredOutputsParams | None:
+        match self._task:
+            case ChoiceTask(labels=labels):
+                return StructuredOutputsParams(choice=list(labels))
+            case JsonTask(json_schema=schema):
+                return StructuredOutputsParams(json=schema)
+            case RegexTask(pattern=pattern):
+                return StructuredOutputsParams(regex=pattern)
+            case _:
+                return None
+
+    def _warm_up(self) -> None:
+        """Run one short prompt with the job's own parameters.
+
+        Raises:
+            SpecError: vLLM refuses them, or cannot compile the grammar.
+        """
+        failure = self.add("warm-up", self._sampling.seed, [self._some_token()])
+        results = [] if failure is None else [failure]
+        while not results:
+            results = self.step()
+        if results[0][1] == "failure":
+            raise SpecError(f"{self._blame()}: {results[0][3]}")
+        for name in self.counters:
+            self.counters[name] = 0
+
+    def _blame(self) -> str:
+        fields = {"choice": "task.labels", "json": "task.schema", "regex": "task.pattern"}
+        return fields.get(self._task.type, "sampling")
+
+    def _some_token(self) -> int:
+        tokenizer = self._engine.renderer.get_tokenizer()
+        return int(tokenizer.encode("a", add_special_tokens=False)[0])
+
+    def _count_outputs(self) -> None:
+        """Count what comes from the engine core; vLLM's own statistics cost several times as much."""
+        core, counters = self._engine.engine_core, self.counters
+        get_output = core.get_output
+
+        def counted() -> Any:
+            outputs = get_output()
+            counters["steps"] += 1
+            for output in outputs.outputs:
+                counters["made_tokens"] += len(output.new_token_ids)
+                if output.prefill_stats is not None:
+                    counters["prefilled_tokens"] += output.prefill_stats.num_computed_tokens
+                    counters["cached_tokens"] += output.prefill_stats.num_cached_tokens
+            return outputs
+
+        core.get_output = counted
