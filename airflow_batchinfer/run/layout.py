@@ -60,6 +60,18 @@ class RunLayout:
         """The stop marker: while it exists, workers drain and exit."""
         return f"{self.folder}/stop.json"
 
+    def expectations(self, name: str) -> str:
+        """Great Expectations' own results, for a shard or for the run's sample."""
+        return f"{self.folder}/validation/{name}.json"
+
+    def launches(self, shard: int) -> str:
+        """Folder of what became of the pods launched for the bundle whose first shard is this."""
+        return f"{self.folder}/launches/{shard:05d}"
+
+    def launch(self, shard: int, pod: str) -> str:
+        """What became of one pod."""
+        return f"{self.launches(shard)}/{pod}.json"
+
     def report(self, extension: str) -> str:
         """The report, `html` or `json`."""
         return f"{self.folder}/report.{extension}"
