@@ -64,6 +64,10 @@ class EngineError(BatchInferError):
     """The engine could not start or cannot go on."""
 
 
+class WorkerLostError(BatchInferError):
+    """A worker is gone without a commit: killed, crashed, or reclaimed too often."""
+
+
 class IncompleteRunError(BatchInferError):
     """A shard has no commit, or the sums differ: names shards, rows missing and what to clear."""
 

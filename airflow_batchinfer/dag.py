@@ -1,0 +1,170 @@
+"""`batch_inference()`: the whole pipeline from a job spec, as a DAG or as a task group in yours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Literal, overload
+
+from airflow.sdk import DAG, TaskGroup, TriggerRule, chain
+
+from airflow_batchinfer.operators.base import BatchInferOperator
+from airflow_batchinfer.operators.bundle import LABEL_VARIABLE
+from airflow_batchinfer.operators.gate import GateOperator
+from airflow_batchinfer.operators.job import SpecSource, load_job
+from airflow_batchinfer.operators.merge import MergeOperator
+from airflow_batchinfer.operators.reconcile import ReconcileOperator
+from airflow_batchinfer.operators.report import ReportOperator
+from airflow_batchinfer.operators.retry import FailureRetryPolicy
+from airflow_batchinfer.operators.split import SplitOperator
+from airflow_batchinfer.operators.validate import ValidateOperator
+from airflow_batchinfer.spec import JobSpec, ShardingSpec
+
+Runtime = Literal["local", "kubernetes"]
+"""Where workers run: a process beside Airflow's task, or a pod each."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineOptions:
+    """How Airflow runs a pipeline, whatever the job."""
+
+    runtime: Runtime = "local"
+    max_parallel_shards: int | None = None
+    """Infer tasks at once in one run; default: the spec's `sharding.max_parallel_shards`."""
+    pool: str | None = None
+    """Airflow pool of the infer tasks, for instance with one slot a GPU. It must exist."""
+    pool_slots: int = 1
+    """Slots that one infer task takes in the pool."""
+    retries: int = 2
+    """Retries of split, infer, validate and merge after a failure that may pass."""
+    retry_delay: timedelta = timedelta(seconds=30)
+    """Wait before the first retry; each next wait is twice as long."""
+    store_conn_id: str | None = None
+    """AWS connection to reach an `s3://` store with; default: boto3's own chain."""
+    infer_arguments: Mapping[str, Any] = field(default_factory=dict)
+    """More arguments of the infer operator: `worker_env`, `queue`, `execution_timeout` and so on."""
+
+
+@overload
+def batch_inference(spec: SpecSource, *, group_id: str, **arguments: Any) -> TaskGroup: ...
+@overload
+def batch_inference(spec: SpecSource, *, group_id: None = None, **arguments: Any) -> DAG: ...
+def batch_inference(
+    spec: SpecSource,
+    *,
+    dag_id: str | None = None,
+    group_id: str | None = None,
+    runtime: Runtime = "local",
+    max_parallel_shards: int | None = None,
+    pool: str | None = None,
+    pool_slots: int = 1,
+    retries: int = 2,
+    retry_delay: timedelta = timedelta(seconds=30),
+    store_conn_id: str | None = None,
+    infer_arguments: Mapping[str, Any] | None = None,
+    **dag_arguments: Any,
+) -> DAG | TaskGroup:
+    """Build split → infer (mapped) → reconcile → validate → merge → report → gate.
+
+    With `group_id` it is a task group in the DAG whose context is open; else a DAG of its own.
+
+    Args:
+        spec: a `JobSpec`, the path of a spec file, its fields, or a function of the run's params that
+            returns a `JobSpec` (for a form).
+        dag_id: default: the job's name. Needed if `spec` is a function.
+        group_id: id of the task group.
+        runtime: see `Runtime`.
+        max_parallel_shards: see `PipelineOptions`; so are the next six.
+        pool: Airflow pool of the infer tasks.
+        pool_slots: slots that one infer task takes.
+        retries: retries of a task after a failure that may pass.
+        retry_delay: wait before the first retry.
+        store_conn_id: AWS connection of an `s3://` store.
+        infer_arguments: more arguments of the infer operator.
+        dag_arguments: arguments of `airflow.sdk.DAG`: `schedule`, `params`, `tags` and so on.
+
+    Raises:
+        SpecError: the spec is not valid (Airflow shows it as the file's import error).
+        ValueError: `dag_id` is missing, or DAG arguments were given for a task group.
+    """
+    options = PipelineOptions(
+        runtime=runtime,
+        max_parallel_shards=max_parallel_shards,
+        pool=pool,
+        pool_slots=pool_slots,
+        retries=retries,
+        retry_delay=retry_delay,
+        store_conn_id=store_conn_id,
+        infer_arguments=infer_arguments or {},
+    )
+    job = None if callable(spec) else load_job(spec, {})
+    if group_id is not None:
+        if dag_id is not None or dag_arguments:
+            unfit = sorted([*dag_arguments, *(["dag_id"] if dag_id else [])])
+            raise ValueError(f"a task group takes no DAG arguments: {', '.join(unfit)}")
+        with TaskGroup(group_id=group_id) as group:
+            _build_tasks(spec, job, options, refuse_unknown_conf=False)
+        return group
+    if dag_id is None:
+        if job is None:
+            raise ValueError("give `dag_id`: a function of the run's params names no job yet")
+        dag_id = job.name
+    with DAG(dag_id=dag_id, **dag_arguments) as dag:
+        _build_tasks(spec, job, options, refuse_unknown_conf=True)
+    return dag
+
+
+def _build_tasks(
+    spec: SpecSource, job: JobSpec | None, options: PipelineOptions, *, refuse_unknown_conf: bool
+) -> None:
+    """Make the tasks in the open DAG or task group. The trigger rules carry promise 5."""
+    common: dict[str, Any] = {"store_conn_id": options.store_conn_id}
+    patient: dict[str, Any] = {
+        **common,
+        "retries": options.retries,
+        "retry_delay": options.retry_delay,
+        "retry_exponential_backoff": 2.0,
+        "retry_policy": FailureRetryPolicy(),
+    }
+    split = SplitOperator(
+        task_id="split",
+        spec=spec,
+        refuse_unknown_conf=refuse_unknown_conf,
+        doc_yaml=job.to_yaml() if job else None,
+        **patient,
+    )
+    sharding = job.sharding if job else ShardingSpec()
+    placement = {"pool": options.pool, "pool_slots": options.pool_slots} if options.pool else {}
+    infer = (
+        _infer_operator(options.runtime)
+        .partial(
+            task_id="infer",
+            map_index_template=f"{{{{ {LABEL_VARIABLE} }}}}",
+            max_active_tis_per_dagrun=options.max_parallel_shards or sharding.max_parallel_shards,
+            **patient,
+            **placement,
+            **options.infer_arguments,
+        )
+        .expand(bundle=split.output)
+    )
+    run = {"split_task_id": split.task_id}
+    reconcile = ReconcileOperator(task_id="reconcile", trigger_rule=TriggerRule.ALL_DONE, **run, **common)
+    validate = ValidateOperator(task_id="validate", **run, **patient)
+    merge = MergeOperator(task_id="merge", **run, **patient)
+    report = ReportOperator(task_id="report", trigger_rule=TriggerRule.ALL_DONE, **run, **common)
+    gate = GateOperator(task_id="gate", trigger_rule=TriggerRule.ALL_DONE, **run, **common)
+    chain(infer, reconcile, validate, merge, report, gate)
+
+
+def _infer_operator(runtime: Runtime) -> type[BatchInferOperator]:
+    """The infer operator's class. Imported when asked for: the Kubernetes one is heavy to parse."""
+    if runtime == "local":
+        from airflow_batchinfer.operators.infer_local import InferLocalOperator
+
+        return InferLocalOperator
+    if runtime == "kubernetes":
+        from airflow_batchinfer.operators.infer_kubernetes import InferKubernetesOperator
+
+        return InferKubernetesOperator
+    raise ValueError(f"unknown runtime {runtime!r}; use `local` or `kubernetes`")
