@@ -1,0 +1,452 @@
+"""Readers: the rows of an input in snapshot order, as Arrow batches of bounded size.
+
+Each reader checks, when it is opened, what can be checked without reading the rows, and raises
+`InputError` naming the file (and, for text formats, the line) when it meets what it cannot read.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+import duckdb
+import pyarrow as pa
+import pyarrow.csv as pc_csv
+import pyarrow.parquet as pq
+
+from airflow_batchinfer.errors import InputError
+from airflow_batchinfer.pipeline.duck import sql_name, sql_text
+from airflow_batchinfer.pipeline.inputs import FoundFile, FoundTable, find_input
+from airflow_batchinfer.run.plan import InputFile
+from airflow_batchinfer.spec import InputSpec
+
+BATCH_BYTES = 8 * 1024 * 1024
+"""Batches hold about so many bytes; one giant row makes a batch of its own."""
+
+MAX_BATCH_ROWS = 32_768
+
+MAX_LINE_BYTES = 16 * 1024 * 1024
+"""Longest record of a text format."""
+
+
+class Reader(Protocol):
+    """An opened input."""
+
+    files: list[InputFile]
+    """What it is made of, in order."""
+    schema: pa.Schema
+    """All its columns."""
+    warnings: list[str]
+    """What a person should know about how it was read."""
+
+    def batches(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        """All rows, in order, with the given columns. May be called again: the rows are the same."""
+        ...
+
+    def unchanged(self) -> bool:
+        """Whether the input still is what it was when it was opened."""
+        ...
+
+
+def open_input(spec: InputSpec, scratch: Path) -> Reader:
+    """Find and open the spec's input.
+
+    Args:
+        spec: the spec's `input`.
+        scratch: a folder for local copies of remote text files.
+
+    Raises:
+        InputError: see `find_input` and the readers.
+    """
+    found = find_input(spec)
+    if isinstance(found, FoundTable):
+        return DeltaReader(found, spec)
+    if found[0].format == "parquet":
+        return ParquetReader(found, spec)
+    if found[0].format == "csv":
+        return CsvReader(found, spec)
+    return JsonlReader(found, spec, scratch)
+
+
+class _Files:
+    """What readers of plain files share."""
+
+    def __init__(self, found: list[FoundFile], spec: InputSpec) -> None:
+        self._found = found
+        self._spec = spec
+        self.files = [f.identity for f in found]
+        self.warnings: list[str] = []
+
+    def unchanged(self) -> bool:
+        try:
+            again = find_input(self._spec)
+        except InputError:
+            return False
+        return not isinstance(again, FoundTable) and [f.identity for f in again] == self.files
+
+
+class ParquetReader(_Files):
+    """Parquet files. The first file's schema is the input's; the others must have the same types."""
+
+    def __init__(self, found: list[FoundFile], spec: InputSpec) -> None:
+        super().__init__(found, spec)
+        with self._open(found[0]) as first:
+            self.schema: pa.Schema = first.schema_arrow.remove_metadata()
+        twice = {n for n in self.schema.names if self.schema.names.count(n) > 1}
+        if twice:
+            raise InputError(f"{self.files[0].uri}: the column `{min(twice)}` is there twice; rename one")
+
+    def batches(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        wanted = pa.schema([self.schema.field(c) for c in columns])
+        for found in self._found:
+            with self._open(found) as file:
+                self._check(file.schema_arrow, wanted, found.identity.uri)
+                try:
+                    for batch in file.iter_batches(_batch_rows(file.metadata), columns=list(columns)):
+                        yield batch.select(list(columns)).cast(wanted)
+                except (OSError, pa.ArrowInvalid) as error:
+                    raise InputError(
+                        f"{found.identity.uri} is damaged: {_first_line(error)}; write it anew"
+                    ) from error
+
+    @contextmanager
+    def _open(self, found: FoundFile) -> Iterator[pq.ParquetFile]:
+        filesystem, root = found.store.filesystem()
+        uri = found.identity.uri
+        try:
+            # No pre-buffering: it would hold a whole row group's bytes at once.
+            file = pq.ParquetFile(
+                f"{root}/{found.key}", filesystem=filesystem, pre_buffer=False, buffer_size=1024 * 1024
+            )
+        except (OSError, pa.ArrowInvalid) as error:
+            raise InputError(
+                f"{uri} cannot be read as Parquet: {_first_line(error)}; "
+                "write it anew, or set input.format if it is something else"
+            ) from error
+        with file:
+            yield file
+
+    def _check(self, schema: pa.Schema, wanted: pa.Schema, uri: str) -> None:
+        for field in wanted:
+            if field.name not in schema.names:
+                raise InputError(
+                    f"{uri} has no column `{field.name}`, which {self.files[0].uri} has; columns: "
+                    f"{', '.join(schema.names)}"
+                )
+            if schema.field(field.name).type != field.type:
+                raise InputError(
+                    f"{uri}: column `{field.name}` is {schema.field(field.name).type}, but {field.type} in "
+                    f"{self.files[0].uri}; give all files the same types"
+                )
+
+
+class DeltaReader:
+    """A Delta table at its newest version, which is pinned when it is opened."""
+
+    def __init__(self, found: FoundTable, spec: InputSpec) -> None:
+        from deltalake import DeltaTable
+        from deltalake.exceptions import DeltaError
+
+        from airflow_batchinfer.pipeline.tables import delta_options
+
+        try:
+            table = DeltaTable(found.uri, storage_options=delta_options(found.uri, spec.storage_options))
+            self._dataset = table.to_pyarrow_dataset()
+        except (DeltaError, OSError, NotImplementedError, ValueError) as error:
+            raise InputError(f"{found.uri} cannot be read as a Delta table: {error}") from error
+        self._fragments = sorted(self._dataset.get_fragments(), key=lambda f: str(f.path))
+        self.schema = self._dataset.schema.remove_metadata()
+        sizes = pa.record_batch(table.get_add_actions(flatten=True)).column("size_bytes")
+        total = int(pa.compute.sum(sizes).as_py() or 0)
+        self.files = [InputFile(uri=found.uri, size=total, version=str(table.version()))]
+        self.warnings: list[str] = []
+
+    def batches(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        for fragment in self._fragments:
+            try:
+                yield from fragment.to_batches(
+                    schema=self.schema,
+                    columns=list(columns),
+                    batch_size=_batch_rows(fragment.metadata),
+                    batch_readahead=1,
+                    fragment_readahead=0,
+                )
+            except (OSError, pa.ArrowInvalid) as error:
+                raise InputError(f"{self.files[0].uri}: {fragment.path} is damaged: {error}") from error
+
+    def unchanged(self) -> bool:
+        # The version is pinned and a table's files never change; a vacuum shows as a missing file.
+        return True
+
+
+class CsvReader(_Files):
+    """CSV files with a header line. CSV has no types: every column is text, exactly as written."""
+
+    def __init__(self, found: list[FoundFile], spec: InputSpec) -> None:
+        super().__init__(found, spec)
+        self._delimiters = [_delimiter(_head(f), f.key) for f in found]
+        self._names: list[list[str]] = []
+        for file, delimiter in zip(found, self._delimiters, strict=True):
+            with self._open(file, delimiter, None) as reader:
+                names = reader.schema.names
+            twice = {n for n in names if names.count(n) > 1}
+            if twice:
+                raise InputError(f"{file.identity.uri}: the column `{min(twice)}` is there twice; rename one")
+            self._names.append(names)
+        self.schema = pa.schema([(name, pa.string()) for name in self._names[0]])
+
+    def batches(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        for file, delimiter, names in zip(self._found, self._delimiters, self._names, strict=True):
+            uri = file.identity.uri
+            for column in columns:
+                if column not in names:
+                    raise InputError(
+                        f"{uri} has no column `{column}`, which {self.files[0].uri} has; "
+                        f"columns: {', '.join(names)}"
+                    )
+            with self._open(file, delimiter, names) as reader:
+                try:
+                    for batch in reader:
+                        yield batch.select(list(columns))
+                except (OSError, pa.ArrowInvalid) as error:
+                    raise InputError(
+                        f"{uri} is no good CSV: {_first_line(error)}; correct the line"
+                    ) from error
+
+    @contextmanager
+    def _open(
+        self, file: FoundFile, delimiter: str, names: list[str] | None
+    ) -> Iterator[pc_csv.CSVStreamingReader]:
+        uri = file.identity.uri
+        filesystem, root = file.store.filesystem()
+        types = None if names is None else {name: pa.string() for name in names}
+        try:
+            with (
+                filesystem.open_input_stream(f"{root}/{file.key}", compression=file.compression) as stream,
+                pc_csv.open_csv(
+                    stream,
+                    # Threads would lose the line's number in messages.
+                    pc_csv.ReadOptions(use_threads=False, block_size=MAX_LINE_BYTES if names else 1 << 20),
+                    pc_csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
+                    pc_csv.ConvertOptions(column_types=types, strings_can_be_null=False),
+                ) as reader,
+            ):
+                yield reader
+        except (OSError, pa.ArrowInvalid) as error:
+            raise InputError(f"{uri} cannot be read as CSV: {_first_line(error)}") from error
+
+
+class JsonlReader(_Files):
+    """JSON lines: one object a line.
+
+    Types are those that hold all values of a column over all files, found by reading everything once. Text stays
+    text (nothing is taken for a date). A column whose numbers are too big for 64 bits, or whose lines
+    disagree about the type, is read as text, digits and all, with a warning.
+    """
+
+    def __init__(self, found: list[FoundFile], spec: InputSpec, scratch: Path) -> None:
+        super().__init__(found, spec)
+        self._paths = [_local_copy(f, scratch) for f in found]
+        self._connection = duckdb.connect(config={"memory_limit": "400MB", "threads": 2})
+        self._types = self._structure()
+        self.schema = pa.schema([(n, t) for n, t in self._arrow_types(list(self._types)).items()])
+
+    def batches(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        wanted = pa.schema([self.schema.field(c) for c in columns])
+        for path, found in zip(self._paths, self._found, strict=True):
+            query = f"SELECT {self._select(columns)} FROM {self._lines(path, found)}"
+            with self._explained(found, path):
+                reader = self._connection.cursor().execute(query).to_arrow_reader(2048)
+                for batch in reader:
+                    yield batch.cast(wanted)
+
+    def _structure(self) -> dict[str, Any]:
+        """The merged structure of all lines: a type's name, `[type]`, or `{field: type}`."""
+        merged: Any = None
+        parts = []
+        for path, found in zip(self._paths, self._found, strict=True):
+            with self._explained(found, path):
+                query = f"SELECT json_group_structure(json) FROM {self._lines(path, found)}"
+                (text,) = self._connection.execute(query).fetchone() or (None,)
+            if text is None:
+                continue
+            structure = json.loads(text)
+            if not isinstance(structure, dict):
+                self._name_bad_line(found, path, None)
+            parts.append(structure)
+        for part in parts:
+            merged = part if merged is None else _merge(merged, part)
+        types: dict[str, Any] = merged or {}
+        return {name: self._exact(name, type_) for name, type_ in types.items()}
+
+    def _exact(self, name: str, type_: Any) -> Any:
+        """`type_`, or text where numbers would lose digits or lines disagree."""
+        if type_ == "JSON":
+            self.warnings.append(f"input column `{name}` has values of different types; it is read as text")
+            return "TEXT"
+        if type_ not in ("DOUBLE", "UBIGINT", "BIGINT", "HUGEINT"):
+            return type_
+        for path, found in zip(self._paths, self._found, strict=True):
+            query = (
+                f"SELECT 1 FROM {self._lines(path, found)} WHERE regexp_full_match("
+                f"json_extract_string(json, {sql_text(_path(name))}), '-?[0-9]{{{16 if type_ == 'DOUBLE' else 19},}}') LIMIT 1"
+            )
+            if self._connection.execute(query).fetchone():
+                self.warnings.append(
+                    f"input column `{name}` has numbers of more than 15 digits; it is read as text"
+                )
+                return "TEXT"
+        return "DOUBLE" if type_ == "DOUBLE" else "BIGINT"
+
+    def _select(self, columns: Sequence[str]) -> str:
+        parts = []
+        for name in columns:
+            type_, path = self._types[name], sql_text(_path(name))
+            if type_ in ("TEXT", "VARCHAR"):
+                value = f"json_extract_string(json, {path})"
+            else:
+                structure = sql_text(json.dumps(_storable(type_)))
+                value = f"from_json_strict(json_extract(json, {path}), {structure})"
+            parts.append(f"{value} AS {sql_name(name)}")
+        return ", ".join(parts)
+
+    def _arrow_types(self, columns: list[str]) -> dict[str, pa.DataType]:
+        if not columns:
+            return {}
+        query = f"SELECT {self._select(columns)} FROM (SELECT '{{}}'::JSON AS json) LIMIT 0"
+        schema = self._connection.execute(query).to_arrow_table().schema
+        return {f.name: f.type for f in schema}
+
+    def _lines(self, path: Path, found: FoundFile) -> str:
+        compression = found.compression or "none"
+        return (
+            f"read_ndjson_objects({sql_text(str(path))}, compression={sql_text(compression)}, "
+            f"maximum_object_size={MAX_LINE_BYTES})"
+        )
+
+    @contextmanager
+    def _explained(self, found: FoundFile, path: Path) -> Iterator[None]:
+        try:
+            yield
+        except duckdb.Error as error:
+            self._name_bad_line(found, path, error)
+
+    def _name_bad_line(self, found: FoundFile, path: Path, error: duckdb.Error | None) -> None:
+        """Raise `InputError` for the first bad line; DuckDB's own line numbers are not exact."""
+        uri = found.identity.uri
+        if found.compression != "zstd":
+            with _open_text(path, found.compression) as lines:
+                for number, line in enumerate(lines, 1):
+                    problem = _line_problem(line)
+                    if problem:
+                        raise InputError(
+                            f"{uri}, line {number}: {problem}; correct or remove the line"
+                        ) from error
+        raise InputError(f"{uri} cannot be read as JSON lines: {_first_line(error)}") from error
+
+
+def _line_problem(line: bytes) -> str | None:
+    if not line.strip():
+        return None
+    if len(line) > MAX_LINE_BYTES:
+        return f"longer than {MAX_LINE_BYTES} bytes"
+    try:
+        value = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        return f"not UTF-8 at byte {error.start + 1}"
+    except ValueError as error:
+        return f"not JSON: {error}"
+    if not isinstance(value, dict):
+        return f"not a JSON object but {type(value).__name__}"
+    try:
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        return "holds half of a surrogate pair (such as \\ud800), which is no character"
+    return None
+
+
+def _merge(one: Any, other: Any) -> Any:
+    """The structure that holds values of both."""
+    if one == other or other == "NULL":
+        return one
+    if one == "NULL":
+        return other
+    if isinstance(one, dict) and isinstance(other, dict):
+        return {
+            k: _merge(one.get(k, "NULL"), other.get(k, "NULL"))
+            for k in [*one, *(k for k in other if k not in one)]
+        }
+    if isinstance(one, list) and isinstance(other, list):
+        return [_merge(one[0], other[0])]
+    numbers = {"UBIGINT", "BIGINT", "HUGEINT", "DOUBLE"}
+    if isinstance(one, str) and isinstance(other, str) and {one, other} <= numbers:
+        return "DOUBLE" if "DOUBLE" in (one, other) else "BIGINT"
+    return "JSON"
+
+
+def _storable(structure: Any) -> Any:
+    """The structure with signed integers, and text where nothing is known."""
+    if isinstance(structure, dict):
+        return {k: _storable(v) for k, v in structure.items()} or "JSON"
+    if isinstance(structure, list):
+        return [_storable(structure[0])]
+    return {"UBIGINT": "BIGINT", "NULL": "VARCHAR", "TEXT": "VARCHAR"}.get(structure, structure)
+
+
+def _path(name: str) -> str:
+    return '$."' + name.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def _local_copy(found: FoundFile, scratch: Path) -> Path:
+    """The file on local disk: itself, or a copy of a remote one."""
+    if "://" not in found.identity.uri:
+        return Path(found.identity.uri)
+    target = scratch / f"input-{abs(hash(found.identity.uri)):016x}"
+    filesystem, root = found.store.filesystem()
+    with (
+        filesystem.open_input_stream(f"{root}/{found.key}", compression=None) as source,
+        target.open("wb") as sink,
+    ):
+        shutil.copyfileobj(source, sink, 1024 * 1024)
+    return target
+
+
+def _open_text(path: Path, compression: str | None) -> IO[bytes]:
+    return gzip.open(path, "rb") if compression == "gzip" else path.open("rb")  # type: ignore[return-value]
+
+
+def _head(found: FoundFile) -> str:
+    """The header line of a CSV file."""
+    filesystem, root = found.store.filesystem()
+    try:
+        with filesystem.open_input_stream(f"{root}/{found.key}", compression=found.compression) as stream:
+            head = stream.read(64 * 1024)
+    except (OSError, pa.ArrowInvalid) as error:
+        raise InputError(f"{found.identity.uri} cannot be read as CSV: {_first_line(error)}") from error
+    line = io.BytesIO(head).readline().decode("utf-8", "replace").strip("\r\n")
+    if not line.strip():
+        raise InputError(f"{found.identity.uri} is empty; a CSV file needs a header line")
+    return line
+
+
+def _delimiter(header: str, name: str) -> str:
+    """Tab for `.tsv`; else the one of `,`, `;`, tab and `|` that the header has most of."""
+    if ".tsv" in name.lower():
+        return "\t"
+    return max(",;\t|", key=header.count)
+
+
+def _batch_rows(metadata: pq.FileMetaData) -> int:
+    bytes_ = sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
+    per_row = max(1, bytes_ // max(1, metadata.num_rows))
+    return max(1, min(MAX_BATCH_ROWS, BATCH_BYTES // per_row))
+
+
+def _first_line(error: BaseException | None) -> str:
+    return str(error).strip().splitlines()[0] if error and str(error).strip() else "unreadable"
