@@ -1,0 +1,56 @@
+"""What attempts at shards cost: read from progress files and commits, which outlive the workers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from airflow_batchinfer.errors import CorruptError
+from airflow_batchinfer.run.commit import Commit, Tokens
+from airflow_batchinfer.run.layout import RunLayout
+from airflow_batchinfer.run.progress import Progress
+from airflow_batchinfer.store import Store
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One attempt at one shard. `held_seconds` are seconds its process held the accelerator."""
+
+    epoch: str
+    state: str
+    message: str
+    held_seconds: float
+    engine_restarts: int
+    tokens: Tokens
+    ended_at: str
+
+
+def attempts_of(store: Store, layout: RunLayout, shard: int) -> list[Attempt]:
+    """All attempts that left a readable trace, oldest first."""
+    progress: dict[str, Progress] = {}
+    commits: dict[str, Commit] = {}
+    for info in store.list(layout.shard(shard)):
+        epoch, _, name = info.key.removeprefix(layout.shard(shard) + "/").partition("/")
+        try:
+            if name == "progress.json":
+                progress[epoch] = Progress.read(store, info.key)
+            elif name == "commit.json":
+                commits[epoch] = Commit.read(store, info.key)
+        except (CorruptError, FileNotFoundError):
+            continue
+    return [_attempt(e, progress.get(e), commits.get(e)) for e in sorted(progress.keys() | commits.keys())]
+
+
+def _attempt(epoch: str, progress: Progress | None, commit: Commit | None) -> Attempt:
+    held = max(progress.held_seconds if progress else 0.0, commit.held_seconds if commit else 0.0)
+    if progress is None:
+        assert commit is not None
+        return Attempt(epoch, "committed", "", held, 0, commit.tokens, commit.created_at)
+    return Attempt(
+        epoch=epoch,
+        state="committed" if commit else progress.state,
+        message=progress.message,
+        held_seconds=held,
+        engine_restarts=progress.engine_restarts,
+        tokens=progress.tokens,
+        ended_at=commit.created_at if commit else progress.updated_at,
+    )

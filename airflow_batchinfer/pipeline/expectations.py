@@ -1,0 +1,169 @@
+"""Which Great Expectations a job has: those of its task, of its spec and of its suite; checked early."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from airflow_batchinfer.errors import SpecError
+from airflow_batchinfer.pipeline.frames import frame_columns
+from airflow_batchinfer.pipeline.gx import (
+    ExpectationObject,
+    NotAnExpectation,
+    build_expectation,
+    is_row_by_row,
+    known_types,
+)
+from airflow_batchinfer.pipeline.verdict import Origin
+from airflow_batchinfer.run.shard import ROW_ID
+from airflow_batchinfer.spec import ChoiceTask, EmbedTask, JobSpec, JsonTask, RegexTask
+
+_COLUMN_ARGUMENTS = ("column", "column_A", "column_B", "column_list", "column_set")
+_SEVERITIES = ("critical", "warning", "info")
+
+
+@dataclass(frozen=True)
+class Expected:
+    """One expectation of a job."""
+
+    type: str
+    kwargs: Mapping[str, Any]
+    severity: str
+    origin: Origin
+    expectation: ExpectationObject
+    columns: frozenset[str]
+    """Columns of the frame it needs."""
+    row_by_row: bool
+    """Whether it judges each row by itself, so that shards' results add up."""
+
+
+def check_expectations(spec: JobSpec) -> None:
+    """Refuse what could only fail after the money is spent.
+
+    Raises:
+        SpecError: an expectation's type is unknown, its arguments are wrong or it names no column of
+            the results; or the suite cannot be read. Says which, by the spec's path.
+    """
+    if spec.validation.enabled and (spec.validation.expectations or spec.validation.suite):
+        expectations_of(spec)
+
+
+def expectations_of(spec: JobSpec) -> list[Expected]:
+    """All expectations of a job: its task's, its spec's, its suite's. Raises `SpecError`."""
+    found = [_build(spec, config, "task", "task") for config in _task_expectations(spec)]
+    for i, config in enumerate(spec.validation.expectations):
+        found.append(_build(spec, config, f"validation.expectations.{i}", "spec"))
+    for where, config in _suite_expectations(spec):
+        found.append(_build(spec, config, where, "suite"))
+    return found
+
+
+def _task_expectations(spec: JobSpec) -> Iterator[dict[str, Any]]:
+    """What follows from the task: the worker enforces most of it; here it is proven on what it stored."""
+    out, task = spec.output.column, spec.task
+    yield {"type": "expect_column_values_to_be_unique", "kwargs": {"column": ROW_ID}}
+    if isinstance(task, EmbedTask):
+        yield {
+            "type": "expect_column_unique_value_count_to_be_between",
+            "kwargs": {"column": f"{out}.length", "min_value": 1, "max_value": 1},
+        }
+        if task.normalize:
+            yield {
+                "type": "expect_column_values_to_be_between",
+                "kwargs": {"column": f"{out}.norm", "min_value": 0.99, "max_value": 1.01},
+            }
+        return
+    yield {"type": "expect_column_values_to_not_be_null", "kwargs": {"column": out}}
+    if isinstance(task, ChoiceTask):
+        yield {
+            "type": "expect_column_values_to_be_in_set",
+            "kwargs": {"column": out, "value_set": list(task.labels)},
+        }
+    elif isinstance(task, JsonTask):
+        yield {
+            "type": "expect_column_values_to_match_json_schema",
+            "kwargs": {"column": out, "json_schema": dict(task.json_schema)},
+        }
+    elif isinstance(task, RegexTask):
+        yield {
+            "type": "expect_column_values_to_match_regex",
+            "kwargs": {"column": out, "regex": rf"^(?:{task.pattern})\Z"},
+        }
+    else:
+        yield {"type": "expect_column_values_to_match_regex", "kwargs": {"column": out, "regex": r"\S"}}
+
+
+def _suite_expectations(spec: JobSpec) -> Iterator[tuple[str, Any]]:
+    path = spec.validation.suite
+    if path is None:
+        return
+    try:
+        suite = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SpecError(f"validation.suite: {path} cannot be read as JSON: {error}") from error
+    if not isinstance(suite, dict) or not isinstance(suite.get("expectations"), list):
+        raise SpecError(f"validation.suite: {path} is no suite: it has no list `expectations`")
+    for i, config in enumerate(suite["expectations"]):
+        yield f"validation.suite: {path}: expectations.{i}", config
+
+
+def _build(spec: JobSpec, config: Any, where: str, origin: Origin) -> Expected:
+    if not isinstance(config, dict) or not isinstance(config.get("type"), str):
+        raise SpecError(f"{where}: an expectation is `{{type: expect_..., kwargs: {{...}}}}`")
+    kind, kwargs = config["type"], config.get("kwargs", {})
+    if origin == "spec" and (unknown := config.keys() - {"type", "kwargs", "severity"}):
+        raise SpecError(f"{where}.{min(unknown)}: unknown field (allowed: kwargs, severity, type)")
+    if not isinstance(kwargs, dict):
+        raise SpecError(f"{where}.kwargs: must be a mapping of arguments")
+    severity = config.get("severity") or "critical"
+    if severity not in _SEVERITIES:
+        raise SpecError(f"{where}.severity: `{severity}` is none of {', '.join(_SEVERITIES)}")
+    if kind not in known_types():
+        close = difflib.get_close_matches(kind, known_types(), n=1)
+        hint = f"; did you mean `{close[0]}`?" if close else ""
+        raise SpecError(f"{where}.type: Great Expectations has no `{kind}`{hint}")
+    try:
+        expectation = build_expectation(kind, kwargs)
+    except NotAnExpectation as error:
+        raise SpecError(f"{where}.kwargs: {kind}: {error}") from error
+    return Expected(
+        type=kind,
+        kwargs=kwargs,
+        severity=severity,
+        origin=origin,
+        expectation=expectation,
+        columns=_columns(spec, kwargs, where),
+        row_by_row=is_row_by_row(expectation),
+    )
+
+
+def _columns(spec: JobSpec, kwargs: dict[str, Any], where: str) -> frozenset[str]:
+    """Columns that the arguments name; all of them if a condition or query could name any."""
+    available = frame_columns(spec)
+    if kwargs.get("row_condition") or any("query" in name for name in kwargs):
+        return frozenset(available)
+    needed = {ROW_ID}
+    for argument in _COLUMN_ARGUMENTS:
+        value = kwargs.get(argument)
+        names = [value] if isinstance(value, str) else list(value or [])
+        for name in names:
+            if name not in available:
+                raise SpecError(
+                    f"{where}.kwargs.{argument}: the results have no column `{name}` "
+                    f"(they have: {', '.join(available)}; to check an input column, name it in `input.carry`)"
+                )
+        needed.update(names)
+    return frozenset(needed)
+
+
+def title(kind: str, kwargs: Mapping[str, Any]) -> str:
+    """An expectation's name for people: `label: values to be in set`."""
+    words = re.sub(r"^expect_(column_pair_|column_|multicolumn_|table_|compound_)?", "", kind)
+    named = [kwargs[a] for a in _COLUMN_ARGUMENTS if a in kwargs]
+    names = ", ".join(n if isinstance(n, str) else ", ".join(map(str, n)) for n in named)
+    return f"{names}: {words}".replace("_", " ") if names else words.replace("_", " ")

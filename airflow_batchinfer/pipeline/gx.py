@@ -1,0 +1,108 @@
+"""Great Expectations, as far as this package uses it: GX Core 1.x without telemetry, bars or files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from great_expectations.data_context.data_context.ephemeral_data_context import EphemeralDataContext
+    from great_expectations.expectations.expectation import Expectation
+
+    ExpectationObject = Expectation
+else:
+    ExpectationObject = object
+
+EXAMPLES = 5
+"""Failing rows kept for each expectation and shard."""
+
+
+class NotAnExpectation(ValueError):
+    """Great Expectations refuses the arguments; the message lists them."""
+
+
+@cache
+def _context() -> EphemeralDataContext:
+    os.environ["GX_ANALYTICS_ENABLED"] = "false"  # read on import; nothing here may call home
+    import great_expectations
+    from great_expectations.data_context.types.base import ProgressBarsConfig
+
+    context = great_expectations.get_context(mode="ephemeral")
+    context.enable_analytics(False)
+    context.variables.progress_bars = ProgressBarsConfig(globally=False, metric_calculations=False)
+    return context
+
+
+@cache
+def known_types() -> tuple[str, ...]:
+    """Names of all expectations, plug-ins that were imported included."""
+    _context()
+    from great_expectations.expectations.registry import list_registered_expectation_implementations
+
+    return tuple(sorted(list_registered_expectation_implementations()))
+
+
+def build_expectation(kind: str, kwargs: Mapping[str, Any]) -> ExpectationObject:
+    """The expectation with these arguments. Raises `NotAnExpectation`.
+
+    Built one by one, since a suite drops an expectation it does not know with no more than a log line.
+    """
+    _context()
+    from great_expectations.expectations.registry import get_expectation_impl
+
+    try:
+        return get_expectation_impl(kind)(**kwargs)
+    except Exception as error:  # pydantic's own error classes come from a copy inside the package
+        faults = getattr(error, "errors", None)
+        if faults is None:
+            raise NotAnExpectation(str(error)) from error
+        lines = (f"`{'.'.join(map(str, f['loc']))}`: {f['msg']}" for f in faults())
+        raise NotAnExpectation("; ".join(lines)) from error
+
+
+def is_row_by_row(expectation: ExpectationObject) -> bool:
+    """Whether it judges rows one by one and counts those that fail."""
+    from great_expectations.expectations.expectation import (
+        ColumnMapExpectation,
+        ColumnPairMapExpectation,
+        MulticolumnMapExpectation,
+    )
+
+    return isinstance(
+        expectation, (ColumnMapExpectation, ColumnPairMapExpectation, MulticolumnMapExpectation)
+    )
+
+
+def validate_frame(
+    frame: pd.DataFrame, expectations: Sequence[ExpectationObject], id_column: str
+) -> list[dict[str, Any]]:
+    """Results of the expectations over a frame, in their order, as Great Expectations' own JSON values.
+
+    Examples of failing rows are named by `id_column`. An expectation that raises does not stop the rest:
+    its result says so in `exception_info`.
+    """
+    context = _context()
+    from great_expectations import ExpectationSuite
+
+    name = "frame"
+    source = context.data_sources.add_or_update_pandas(name)
+    batch = (
+        source.add_dataframe_asset(name)
+        .add_batch_definition_whole_dataframe(name)
+        .get_batch(batch_parameters={"dataframe": frame})
+    )
+    suite = ExpectationSuite(name=name)
+    for i, expectation in enumerate(expectations):
+        suite.expectations.append(expectation.copy(update={"id": str(i)}))
+    result_format = {
+        "result_format": "SUMMARY",
+        "partial_unexpected_count": EXAMPLES,
+        "unexpected_index_column_names": [id_column],
+    }
+    validated: Any = batch.validate(suite, result_format=result_format)
+    results = validated.to_json_dict()["results"]
+    by_id = {int(r["expectation_config"]["id"]): r for r in results}
+    return [by_id[i] for i in range(len(expectations))]

@@ -1,0 +1,92 @@
+"""The job's own limits on a finished run: dead letters, all and by reason, and accuracy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from airflow_batchinfer.pipeline.labels import LabelScores
+from airflow_batchinfer.pipeline.shown import ShownRow, cut
+from airflow_batchinfer.pipeline.verdict import Check
+from airflow_batchinfer.run.ledger import Ledger
+from airflow_batchinfer.run.outcome import Outcome
+from airflow_batchinfer.spec import JobSpec
+
+_EXAMPLES = 3
+
+
+def check_limits(
+    spec: JobSpec,
+    ledger: Ledger,
+    dead: Mapping[str, Sequence[ShownRow]],
+    scores: LabelScores | None,
+) -> list[Check]:
+    """One check for each limit that the job sets.
+
+    Args:
+        dead: examples of dead rows by reason, for the messages.
+        scores: answers against the truth column, if there is one.
+    """
+    return [*_dead_letters(spec, ledger, dead), *_accuracy(spec, scores)]
+
+
+def _dead_letters(spec: JobSpec, ledger: Ledger, dead: Mapping[str, Sequence[ShownRow]]) -> Iterator[Check]:
+    total = sum(n for outcome, n in ledger.counts.items() if outcome != Outcome.SUCCEEDED)
+    worst = max(ledger.reasons, key=lambda r: ledger.reasons[r], default=None)
+    mostly = f", mostly {worst} ({ledger.reasons[worst]:,})" if worst else ""
+    yield _limit(
+        "dead letters",
+        "failure.max_dead_fraction",
+        total,
+        ledger.rows,
+        spec.failure.max_dead_fraction,
+        mostly,
+        dead.get(worst or "", ()),
+    )
+    for reason, limit in spec.failure.max_dead_by_reason.items():
+        yield _limit(
+            f"dead letters: {reason}",
+            f"failure.max_dead_by_reason.{reason}",
+            ledger.reasons.get(reason, 0),
+            ledger.rows,
+            limit,
+            "",
+            dead.get(reason, ()),
+        )
+
+
+def _limit(
+    name: str, field: str, count: int, rows: int, limit: float, mostly: str, rows_shown: Sequence[ShownRow]
+) -> Check:
+    fraction = count / rows if rows else 0.0
+    return Check(
+        name=name,
+        kind=field,
+        origin="limit",
+        success=fraction <= limit,
+        observed=f"{fraction:.1%} of rows ({count:,} of {rows:,}){mostly}",
+        required=f"at most {limit:.1%} (`{field}`)",
+        checked=rows,
+        unexpected=count,
+        examples=[
+            {"row_id": row.row_id, "custom_id": row.custom_id, "message": cut(row.message or "", 300)}
+            for row in rows_shown[:_EXAMPLES]
+        ],
+    )
+
+
+def _accuracy(spec: JobSpec, scores: LabelScores | None) -> Iterator[Check]:
+    limit = spec.validation.min_accuracy
+    if limit is None:
+        return
+    yield Check(
+        name=f"accuracy against `{spec.input.truth}`",
+        kind="validation.min_accuracy",
+        origin="limit",
+        success=scores is not None and scores.accuracy >= limit,
+        observed="no row has both an answer and a true label"
+        if scores is None
+        else f"{scores.accuracy:.1%} ({scores.correct:,} of {scores.rows:,} rows)",
+        required=f"at least {limit:.1%} (`validation.min_accuracy`)",
+        checked=scores.rows if scores else 0,
+        unexpected=scores.rows - scores.correct if scores else None,
+    )

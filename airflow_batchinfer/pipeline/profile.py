@@ -1,0 +1,107 @@
+"""A run's profile: what its answers look like in numbers, small enough to keep for ever.
+
+The report draws it, the pilot and the drift check judge by it, the next run is compared with it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from pydantic import Field
+
+from airflow_batchinfer.pipeline.answers import ShardAnswers, copies_of, shards_of
+from airflow_batchinfer.pipeline.histogram import Histogram
+from airflow_batchinfer.run.document import Document
+from airflow_batchinfer.run.outcome import Outcome
+from airflow_batchinfer.run.plan import Plan
+from airflow_batchinfer.run.shard import ROW_ID
+from airflow_batchinfer.spec import ChoiceTask
+from airflow_batchinfer.store import Store
+
+_COUNTED = ("outcome", "reason", "finish_reason")
+_NUMBERS = ("prompt_tokens", "output_tokens", "cached_tokens", "attempts")
+
+
+class Profile(Document):
+    """Counts are of input rows; lengths, tokens and attempts of sent rows (copies cost nothing)."""
+
+    rows: int = Field(0, description="Input rows that have an outcome.")
+    sent: int = Field(0, description="Sent rows that have an outcome.")
+    counts: dict[str, int] = Field(default_factory=dict, description="By outcome.")
+    reasons: dict[str, int] = Field(default_factory=dict, description="By reason of the dead.")
+    finish_reasons: dict[str, int] = Field(default_factory=dict, description="Of rows that succeeded.")
+    labels: dict[str, int] = Field(default_factory=dict, description="`choice`: answers that succeeded.")
+    prompt_tokens: Histogram = Histogram()
+    output_tokens: Histogram = Histogram()
+    cached_tokens: int = 0
+    retried: int = Field(0, description="Sent rows that took more than one attempt.")
+    saved_tokens: int = Field(0, description="Tokens that copies would have cost.")
+
+    def plus(self, other: Profile) -> Profile:
+        """Both together."""
+        return Profile(
+            rows=self.rows + other.rows,
+            sent=self.sent + other.sent,
+            counts=_sum(self.counts, other.counts),
+            reasons=_sum(self.reasons, other.reasons),
+            finish_reasons=_sum(self.finish_reasons, other.finish_reasons),
+            labels=_sum(self.labels, other.labels),
+            prompt_tokens=self.prompt_tokens.plus(other.prompt_tokens),
+            output_tokens=self.output_tokens.plus(other.output_tokens),
+            cached_tokens=self.cached_tokens + other.cached_tokens,
+            retried=self.retried + other.retried,
+            saved_tokens=self.saved_tokens + other.saved_tokens,
+        )
+
+
+def profile_shard(shard: ShardAnswers) -> Profile:
+    """The profile of one shard's durable answers. Raises `CorruptError`."""
+    labelled = isinstance(shard.plan.spec.task, ChoiceTask)
+    table = shard.answers([*_COUNTED, *_NUMBERS, *(["output"] if labelled else [])])
+    if table.num_rows == 0:
+        return Profile()
+    copies = copies_of(shard, table[ROW_ID].to_numpy())
+    weight = pa.array(1 + copies)
+    good = pc.equal(table["outcome"], Outcome.SUCCEEDED.value)
+    prompt = table["prompt_tokens"].to_numpy().astype(np.int64)
+    output = table["output_tokens"].to_numpy().astype(np.int64)
+    ran = (prompt + output) > 0
+    return Profile(
+        rows=int(pc.sum(weight).as_py()),
+        sent=table.num_rows,
+        counts=_tally(table["outcome"], weight),
+        reasons=_tally(table["reason"], weight),
+        finish_reasons=_tally(table["finish_reason"].filter(good), weight.filter(_flat(good))),
+        labels=_tally(table["output"].filter(good), weight.filter(_flat(good))) if labelled else {},
+        prompt_tokens=Histogram.of(prompt[ran]),
+        output_tokens=Histogram.of(output[ran]),
+        cached_tokens=int(table["cached_tokens"].to_numpy().sum()),
+        retried=int((table["attempts"].to_numpy() > 1).sum()),
+        saved_tokens=int((copies * (prompt + output)).sum()),
+    )
+
+
+def profile_run(store: Store, plan: Plan) -> Profile:
+    """The profile of all durable answers, one shard in memory at a time. Raises `CorruptError`."""
+    whole = Profile()
+    for shard in shards_of(store, plan):
+        whole = whole.plus(profile_shard(shard))
+    return whole
+
+
+def _tally(values: pa.ChunkedArray, weight: pa.Array) -> dict[str, int]:
+    """Weighted counts of the values that are not null."""
+    grouped = pa.table({"value": values, "weight": weight}).group_by("value").aggregate([("weight", "sum")])
+    pairs = zip(grouped["value"].to_pylist(), grouped["weight_sum"].to_pylist(), strict=True)
+    return {value: int(n) for value, n in sorted(pairs, key=lambda p: str(p[0])) if value is not None}
+
+
+def _flat(mask: pa.ChunkedArray) -> pa.Array:
+    return mask.combine_chunks() if isinstance(mask, pa.ChunkedArray) else mask
+
+
+def _sum(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:
+    return dict(sorted((Counter(one) + Counter(other)).items()))

@@ -1,0 +1,244 @@
+"""Gathers a report from what a run left in the store; works at any point of a run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from typing import Any, Literal, TypeVar
+
+from airflow_batchinfer.pipeline.answers import ShardAnswers, shards_of
+from airflow_batchinfer.pipeline.attempts import Attempt, attempts_of
+from airflow_batchinfer.pipeline.profile import Profile, profile_shard
+from airflow_batchinfer.pipeline.report.model import Report, ShardLine, Stage, Throughput
+from airflow_batchinfer.pipeline.shown import RowPicker
+from airflow_batchinfer.pipeline.verdict import Verdict
+from airflow_batchinfer.run.commit import Tokens
+from airflow_batchinfer.run.layout import DEAD_LETTERS, RunLayout, results_table
+from airflow_batchinfer.run.ledger import Ledger
+from airflow_batchinfer.run.outcome import Outcome
+from airflow_batchinfer.run.plan import Plan
+from airflow_batchinfer.store import Store
+
+DEAD_EXAMPLES = 5
+"""Dead letters shown for each reason."""
+
+Status = Literal["published", "held", "not published", "incomplete"]
+_D = TypeVar("_D", Ledger, Verdict)
+
+
+def build_report(store: Store, plan: Plan) -> Report:
+    """Read the run, one shard in memory at a time.
+
+    Raises:
+        CorruptError: a part or document cannot be read, naming it.
+        StoreError: the store cannot be read.
+    """
+    layout = RunLayout(plan.folder)
+    start = _time(plan.created_at)
+    picker = RowPicker(plan.spec.report.samples, DEAD_EXAMPLES, plan.spec.report.seed)
+    profile, lines, paid = Profile(), [], 0
+    engine: dict[str, str] = {}
+    opened: dict[int, ShardAnswers] = {}
+    for shard in shards_of(store, plan):
+        opened[shard.planned.shard] = shard
+        own = profile_shard(shard)
+        profile = profile.plus(own)
+        picker.see(shard)
+        attempts = attempts_of(store, layout, shard.planned.shard)
+        paid += sum(a.tokens.prompt + a.tokens.output for a in attempts)
+        lines.append(_line(shard, own, attempts, start))
+        engine = engine or (shard.commit.engine if shard.commit else {})
+
+    ledger = _optional(Ledger, store, layout.ledger)
+    ledger_sha256 = ledger.digest() if ledger else None
+    verdict = _optional(Verdict, store, layout.validation)
+    merged = _merged(store, layout)
+    published = merged is not None and merged.get("ledger_sha256") == ledger_sha256
+    unprocessed = plan.rows - profile.rows
+    problems = _problems(plan, profile, ledger, lines)
+    status: Status
+    if ledger is None or not ledger.complete or unprocessed:
+        status = "incomplete"
+    elif published:
+        status = "published"
+    elif verdict is not None and not verdict.publish:
+        status = "held"
+    else:
+        status = "not published"
+    kept = profile.prompt_tokens.total + profile.output_tokens.total
+    return Report(
+        job=plan.job,
+        run_id=plan.run_id,
+        generation=plan.generation,
+        folder=store.uri_of(plan.folder),
+        fingerprint=plan.fingerprint,
+        created_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        status=status,
+        headline=_headline(status, plan, profile, lines, verdict),
+        problems=problems,
+        warnings=list(plan.warnings),
+        ledger_sha256=ledger_sha256,
+        model=plan.spec.model.name,
+        engine=engine,
+        task=plan.spec.task.type,
+        rows=plan.rows,
+        counts=_by_outcome({**profile.counts, Outcome.UNPROCESSED: unprocessed}),
+        reasons=profile.reasons,
+        tokens=Tokens(
+            prompt=profile.prompt_tokens.total,
+            output=profile.output_tokens.total,
+            cached=profile.cached_tokens,
+        ),
+        tokens_lost=max(0, paid - kept),
+        tokens_saved=profile.saved_tokens,
+        dedup_rows=profile.rows - profile.sent,
+        throughput=_throughput(profile, lines),
+        stages=_stages(start, lines, ledger, verdict, merged),
+        shards=lines,
+        profile=profile,
+        verdict=verdict,
+        samples=picker.succeeded(opened),
+        dead_letters=picker.dead(opened),
+        places={
+            "results table": store.uri_of(results_table(plan.job)),
+            "dead-letter table": store.uri_of(DEAD_LETTERS),
+            "run folder": store.uri_of(plan.folder),
+        },
+    )
+
+
+def _line(shard: ShardAnswers, profile: Profile, attempts: list[Attempt], start: datetime) -> ShardLine:
+    newest = attempts[-1] if attempts else None
+    state = "committed" if shard.commit else (newest.state if newest else "not started")
+    begins = [_seconds(start, a.ended_at) - a.held_seconds for a in attempts]
+    ends = [_seconds(start, a.ended_at) for a in attempts]
+    return ShardLine(
+        shard=shard.planned.shard,
+        state=state,
+        message="" if shard.commit or newest is None else newest.message,
+        rows=shard.planned.rows,
+        sent=shard.planned.sent,
+        dead=profile.rows - profile.counts.get(Outcome.SUCCEEDED, 0),
+        tokens=profile.prompt_tokens.total + profile.output_tokens.total,
+        predicted_tokens=shard.planned.predicted_tokens,
+        attempts=len(attempts),
+        reclaims=sum(a.state == "reclaimed" for a in attempts),
+        engine_restarts=sum(a.engine_restarts for a in attempts),
+        held_seconds=sum(a.held_seconds for a in attempts),
+        start=max(0.0, min(begins)) if begins else None,
+        end=max(ends) if ends else None,
+    )
+
+
+def _throughput(profile: Profile, lines: list[ShardLine]) -> Throughput:
+    starts = [line.start for line in lines if line.start is not None]
+    ends = [line.end for line in lines if line.end is not None]
+    wall = max(ends) - min(starts) if starts and ends else 0.0
+    held = sum(line.held_seconds for line in lines)
+    tokens = profile.prompt_tokens.total + profile.output_tokens.total
+    accepted = profile.counts.get(Outcome.SUCCEEDED, 0)
+    return Throughput(
+        wall_seconds=wall,
+        held_seconds=held,
+        rows_per_second=profile.rows / wall if wall > 0 else 0.0,
+        tokens_per_second=tokens / wall if wall > 0 else 0.0,
+        accepted_rows_per_held_second=accepted / held if held > 0 else 0.0,
+    )
+
+
+def _stages(
+    start: datetime,
+    lines: list[ShardLine],
+    ledger: Ledger | None,
+    verdict: Verdict | None,
+    merged: dict[str, Any] | None,
+) -> list[Stage]:
+    """Steps that left a time behind; each of the last three begins where the one before ended."""
+    stages = []
+    begins = [line.start for line in lines if line.start is not None]
+    ends = [line.end for line in lines if line.end is not None]
+    last = 0.0
+    if begins and ends:
+        first, last = min(begins), max(ends)
+        stages += [Stage(name="waiting for a worker", start=0.0, end=first)]
+        stages += [Stage(name="infer", start=first, end=last)]
+    done: Iterable[tuple[str, str | None]] = (
+        ("reconcile", ledger.created_at if ledger else None),
+        ("validate", verdict.created_at if verdict else None),
+        ("merge", str(merged["created_at"]) if merged and "created_at" in merged else None),
+    )
+    for name, at in done:
+        if at is not None and (end := _seconds(start, at)) >= last:
+            stages.append(Stage(name=name, start=last, end=end))
+            last = end
+    return stages
+
+
+def _problems(plan: Plan, profile: Profile, ledger: Ledger | None, lines: list[ShardLine]) -> list[str]:
+    problems = list(ledger.problems) if ledger else ["The run has no ledger yet: reconcile has not run."]
+    for line in lines:
+        if line.state != "committed" and not any(f"shard {line.shard:04d}" in p for p in problems):
+            problems.append(f"shard {line.shard:04d} has no commit: {line.state}. {line.message}".strip())
+    if ledger and ledger.complete and profile.rows == plan.rows:
+        differing = [
+            f"{o}: {ledger.counts.get(o, 0)} in the ledger, {profile.counts.get(o, 0)} in parts"
+            for o in sorted(ledger.counts.keys() | profile.counts.keys())
+            if ledger.counts.get(o, 0) != profile.counts.get(o, 0)
+        ]
+        if differing:
+            problems.append("Parts and ledger disagree: " + "; ".join(differing) + ". Clear reconcile.")
+    return problems
+
+
+def _headline(
+    status: Status, plan: Plan, profile: Profile, lines: list[ShardLine], verdict: Verdict | None
+) -> str:
+    good = profile.counts.get(Outcome.SUCCEEDED, 0)
+    dead = profile.rows - good
+    counted = f"{good:,} of {plan.rows:,} rows succeeded, {dead:,} {_are(dead)} dead letters"
+    if status == "published":
+        warned = " with warnings" if verdict is not None and not verdict.success else ""
+        return f"Published{warned}: {counted}."
+    if status == "held":
+        assert verdict is not None
+        return f"Held back: {verdict.message}"
+    if status == "not published":
+        return f"Complete but not published: {counted}. Run merge."
+    open_shards = [line for line in lines if line.state != "committed"]
+    left = plan.rows - profile.rows
+    what = f"{len(open_shards)} of {len(lines)} shards have no commit" if open_shards else "not reconciled"
+    return f"Incomplete: {what}; {profile.rows:,} of {plan.rows:,} rows have an outcome, {left:,} are left."
+
+
+def _by_outcome(counts: dict[str, int]) -> dict[str, int]:
+    """Counts that are not zero, in the order in which outcomes are defined."""
+    return {o.value: counts[o] for o in Outcome if counts.get(o)}
+
+
+def _are(n: int) -> str:
+    return "is" if n == 1 else "are"
+
+
+def _merged(store: Store, layout: RunLayout) -> dict[str, Any] | None:
+    try:
+        data: dict[str, Any] = json.loads(store.read_bytes(layout.merge))
+    except FileNotFoundError:
+        return None
+    return data
+
+
+def _optional(kind: type[_D], store: Store, key: str) -> _D | None:
+    try:
+        return kind.read(store, key)
+    except FileNotFoundError:
+        return None
+
+
+def _time(text: str) -> datetime:
+    at = datetime.fromisoformat(text)
+    return at if at.tzinfo else at.replace(tzinfo=UTC)
+
+
+def _seconds(start: datetime, text: str) -> float:
+    return (_time(text) - start).total_seconds()

@@ -1,0 +1,292 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from airflow_batchinfer.errors import GateError, IncompleteRunError, SpecError
+from airflow_batchinfer.pipeline.expectations import check_expectations
+from airflow_batchinfer.pipeline.validate import validate
+from airflow_batchinfer.pipeline.verdict import Check, Verdict
+from tests.unit.quality.runs import LABELS, make_run, make_spec, tickets
+
+pytestmark = pytest.mark.airflow_env
+
+
+def check(verdict: Verdict, kind: str) -> Check:
+    return next(c for c in verdict.checks if c.kind == kind)
+
+
+def test_good_run_passes_and_the_verdict_is_kept(root: Path) -> None:
+    run = make_run(root, tickets(30), copies_of={1: 0})
+    ledger = run.reconcile()
+    verdict = validate(run.store, run.folder)
+    assert verdict.success
+    assert verdict.publish
+    assert verdict.ledger_sha256 == ledger.digest()
+    assert verdict.rows_checked == 30
+    assert check(verdict, "expect_column_values_to_be_in_set").checked == 30
+    assert Verdict.read(run.store, run.layout.validation) == verdict
+    kept = json.loads(run.store.read_bytes(run.layout.expectations("shard-00000")))
+    assert {r["expectation_config"]["type"] for r in kept} >= {"expect_column_values_to_be_in_set"}
+
+
+def test_a_label_outside_the_set_holds_the_results(root: Path) -> None:
+    run = make_run(root, tickets(30), lambda r: {"output": "spam" if r["id"] == "T17" else r["label"]})
+    run.reconcile()
+    with pytest.raises(GateError, match=r"output: values to be in set.*1 of 30 values fail.*row_id 17"):
+        validate(run.store, run.folder)
+    verdict = Verdict.read(run.store, run.layout.validation)
+    assert not verdict.publish
+    assert not verdict.success
+
+
+def test_warn_publishes_and_says_so(root: Path) -> None:
+    spec = make_spec(root, validation={"on_failure": "warn"})
+    run = make_run(root, tickets(30), lambda _: {"output": "spam"}, spec=spec)
+    run.reconcile()
+    verdict = validate(run.store, run.folder)
+    assert verdict.publish
+    assert not verdict.success
+    assert verdict.message.startswith("Published with warnings: ")
+
+
+def test_a_warning_severity_does_not_hold(root: Path) -> None:
+    own = {
+        "type": "expect_column_values_to_be_in_set",
+        "kwargs": {"column": "channel", "value_set": ["chat"]},
+        "severity": "warning",
+    }
+    run = make_run(root, tickets(30), spec=make_spec(root, validation={"expectations": [own]}))
+    run.reconcile()
+    verdict = validate(run.store, run.folder)
+    assert verdict.success
+    assert verdict.message.startswith("Passed with warnings: channel: values to be in set")
+
+
+@pytest.mark.parametrize(("mostly", "passes"), [(0.9, True), (0.91, False)])
+def test_mostly_counts_over_the_run_not_shard_by_shard(root: Path, mostly: float, passes: bool) -> None:
+    own = {
+        "type": "expect_column_values_to_be_in_set",
+        "kwargs": {"column": "output", "value_set": ["bug", "praise"], "mostly": mostly},
+    }
+    # All three of the run's bad rows stand in one shard, where they are 30 %.
+    run = make_run(
+        root,
+        tickets(30),
+        lambda r: {"output": "billing" if int(r["id"][1:]) < 3 else "bug"},
+        spec=make_spec(root, validation={"expectations": [own]}),
+    )
+    run.reconcile()
+    if passes:
+        assert validate(run.store, run.folder).success
+    else:
+        with pytest.raises(GateError, match=r"3 of 30 values fail, required at least 91.0%"):
+            validate(run.store, run.folder)
+
+
+def test_aggregates_are_judged_on_the_whole_run(root: Path) -> None:
+    own = {
+        "type": "expect_column_mean_to_be_between",
+        "kwargs": {"column": "output_tokens", "min_value": 14, "max_value": 15},
+    }
+    # Means of the shards are 4.5, 14.5 and 24.5; that of the run is 14.5.
+    run = make_run(
+        root,
+        tickets(30),
+        lambda r: {"output": r["label"], "output_tokens": int(r["id"][1:])},
+        spec=make_spec(root, validation={"expectations": [own]}),
+    )
+    run.reconcile()
+    verdict = validate(run.store, run.folder)
+    assert check(verdict, "expect_column_mean_to_be_between").observed == "14.5"
+
+
+def test_dead_letters_over_the_limit_name_the_reason_and_rows(root: Path) -> None:
+    spec = make_spec(root, failure={"max_dead_fraction": 0.1})
+
+    def answer(row: dict[str, Any]) -> dict[str, Any]:
+        i = int(row["id"][1:])
+        if i < 5:
+            return {"reason": "over_long", "message": "9,000 tokens do not fit"}
+        return {"reason": "empty_output"} if i == 20 else {"output": row["label"]}
+
+    run = make_run(root, tickets(30), answer, spec=spec)
+    run.reconcile()
+    with pytest.raises(GateError) as raised:
+        validate(run.store, run.folder)
+    message = str(raised.value)
+    assert "20.0% of rows (6 of 30), mostly over_long (5)" in message
+    assert "at most 10.0% (`failure.max_dead_fraction`)" in message
+    assert message.count("9,000 tokens do not fit") == 3
+
+
+def test_limit_of_one_reason(root: Path) -> None:
+    spec = make_spec(root, failure={"max_dead_fraction": 1.0, "max_dead_by_reason": {"over_long": 0.05}})
+    run = make_run(
+        root,
+        tickets(30),
+        lambda r: {"reason": "over_long"} if r["id"] in ("T1", "T2") else {"output": r["label"]},
+        spec=spec,
+    )
+    run.reconcile()
+    with pytest.raises(GateError, match=r"dead letters: over_long: found 6.7% of rows"):
+        validate(run.store, run.folder)
+
+
+def test_broken_limits_hold_even_if_expectations_only_warn(root: Path) -> None:
+    spec = make_spec(root, failure={"max_dead_fraction": 0.0}, validation={"on_failure": "warn"})
+    run = make_run(
+        root,
+        tickets(9),
+        lambda r: {"reason": "empty_output"} if r["id"] == "T1" else {"output": r["label"]},
+        spec=spec,
+    )
+    run.reconcile()
+    with pytest.raises(GateError, match="Results held back: dead letters"):
+        validate(run.store, run.folder)
+
+
+def test_incomplete_run_is_not_judged(root: Path) -> None:
+    run = make_run(root, tickets(9), uncommitted=[0])
+    with pytest.raises(IncompleteRunError, match="reconcile first"):
+        validate(run.store, run.folder)
+    run.reconcile()
+    with pytest.raises(IncompleteRunError, match="shard 0000 has no commit"):
+        validate(run.store, run.folder)
+
+
+def test_switched_off_checks_only_the_limits(root: Path) -> None:
+    spec = make_spec(root, validation={"enabled": False})
+    run = make_run(root, tickets(9), lambda _: {"output": "spam"}, spec=spec)
+    run.reconcile()
+    verdict = validate(run.store, run.folder)
+    assert [c.kind for c in verdict.checks] == ["failure.max_dead_fraction"]
+
+
+def test_only_a_sample_of_a_large_shard_is_checked(root: Path) -> None:
+    spec = make_spec(root, validation={"sample_rows": 5})
+    run = make_run(root, tickets(30), spec=spec)
+    run.reconcile()
+    assert validate(run.store, run.folder).rows_checked == 15
+
+
+def test_json_answers_are_checked_against_schema_and_properties(root: Path) -> None:
+    schema = {"type": "object", "properties": {"score": {"type": "integer"}}, "required": ["score"]}
+    own = {
+        "type": "expect_column_values_to_be_between",
+        "kwargs": {"column": "output.score", "min_value": 0, "max_value": 5},
+    }
+    spec = make_spec(root, task={"type": "json", "schema": schema}, validation={"expectations": [own]})
+    run = make_run(root, tickets(9), lambda r: {"output": json.dumps({"score": int(r["id"][1:])})}, spec=spec)
+    run.reconcile()
+    with pytest.raises(GateError, match=r"output\.score: values to be between: found 3 of 9 values fail"):
+        validate(run.store, run.folder)
+    verdict = Verdict.read(run.store, run.layout.validation)
+    assert check(verdict, "expect_column_values_to_match_json_schema").success
+
+
+def test_vectors_of_different_length_are_found(root: Path) -> None:
+    spec = make_spec(root, task={"type": "embed"}, input={"path": "x.parquet"})
+    run = make_run(
+        root,
+        tickets(9),
+        lambda r: {"vector": [0.6, 0.8] if r["id"] != "T5" else [1.0, 0.0, 0.0]},
+        spec=spec,
+    )
+    run.reconcile()
+    with pytest.raises(GateError, match=r"output.length: unique value count to be between: found 2"):
+        validate(run.store, run.folder)
+
+
+def test_accuracy_below_the_limit_holds(root: Path) -> None:
+    spec = make_spec(root, validation={"min_accuracy": 0.9})
+    run = make_run(root, tickets(30), lambda _: {"output": "bug"}, spec=spec)
+    run.reconcile()
+    with pytest.raises(GateError, match=r"accuracy against `label`: found 33.3% \(10 of 30 rows\)"):
+        validate(run.store, run.folder)
+
+
+def test_suite_file_is_read(root: Path, tmp_path: Path) -> None:
+    suite = tmp_path / "suite.json"
+    suite.write_text(
+        json.dumps(
+            {
+                "name": "mine",
+                "expectations": [
+                    {
+                        "type": "expect_column_values_to_be_in_set",
+                        "kwargs": {"column": "channel", "value_set": ["mail"]},
+                        "meta": {"note": "kept by GX"},
+                    }
+                ],
+            }
+        )
+    )
+    run = make_run(root, tickets(9), spec=make_spec(root, validation={"suite": str(suite)}))
+    run.reconcile()
+    assert [c.name for c in validate(run.store, run.folder).checks if c.origin == "suite"] == [
+        "channel: values to be in set"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("expectation", "message"),
+    [
+        (
+            {"type": "expect_column_values_to_be_in_sett", "kwargs": {"column": "output"}},
+            r"validation\.expectations\.0\.type: .*no `expect_column_values_to_be_in_sett`; "
+            r"did you mean `expect_column_values_to_be_in_set`\?",
+        ),
+        (
+            {"type": "expect_column_values_to_be_in_set", "kwargs": {"colum": "output", "value_set": []}},
+            r"validation\.expectations\.0\.kwargs: .*`column`: field required; `colum`: extra fields",
+        ),
+        (
+            {
+                "type": "expect_column_values_to_be_in_set",
+                "kwargs": {"column": "output", "value_set": ["a"], "mostly": 3},
+            },
+            r"`mostly`: ensure this value is less than or equal to 1",
+        ),
+        (
+            {"type": "expect_column_values_to_not_be_null", "kwargs": {"column": "answer"}},
+            r"kwargs\.column: the results have no column `answer` \(they have: row_id, .*`input\.carry`",
+        ),
+        ({"kwargs": {"column": "output"}}, r"an expectation is `\{type: expect_"),
+        (
+            {"type": "expect_column_values_to_not_be_null", "kwargs": {"column": "output"}, "mostly": 1},
+            r"validation\.expectations\.0\.mostly: unknown field",
+        ),
+    ],
+)
+def test_wrong_expectations_are_refused_before_anything_runs(
+    root: Path, expectation: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(SpecError, match=message):
+        check_expectations(make_spec(root, validation={"expectations": [expectation]}))
+
+
+def test_missing_suite_is_refused(root: Path) -> None:
+    with pytest.raises(SpecError, match=r"validation\.suite: .*nowhere\.json cannot be read"):
+        check_expectations(make_spec(root, validation={"suite": "nowhere.json"}))
+
+
+def test_labels_are_scored(root: Path) -> None:
+    # T0, T3, ... are billing, but every second of them is answered as a bug.
+    def answer(row: dict[str, Any]) -> dict[str, Any]:
+        wrong = row["label"] == "billing" and int(row["id"][1:]) % 2
+        return {"output": "bug" if wrong else row["label"]}
+
+    run = make_run(root, tickets(24), answer)
+    run.reconcile()
+    scores = validate(run.store, run.folder).labels
+    assert scores is not None
+    assert scores.labels == LABELS
+    assert scores.matrix == [[4, 4, 0], [0, 8, 0], [0, 0, 8]]
+    assert scores.accuracy == 20 / 24
+    billing, bug, _ = scores.scores
+    assert (billing.precision, billing.recall) == (1.0, 0.5)
+    assert (bug.precision, bug.recall) == (8 / 12, 1.0)
