@@ -6,6 +6,8 @@ from typing import Any
 
 import airflow_batchinfer
 
+_OPERATORS = ("split", "infer_local", "infer_kubernetes", "reconcile", "validate", "merge", "report", "gate")
+
 
 def get_provider_info() -> dict[str, Any]:
     """Provider metadata, see Airflow's `provider_info.schema.json`."""
@@ -14,4 +16,38 @@ def get_provider_info() -> dict[str, Any]:
         "name": "Batch inference",
         "description": airflow_batchinfer.__doc__,
         "versions": [airflow_batchinfer.__version__],
+        "integrations": [{"integration-name": "Batch inference", "tags": ["service"]}],
+        "operators": [
+            {
+                "integration-name": "Batch inference",
+                "python-modules": [f"airflow_batchinfer.operators.{name}" for name in _OPERATORS],
+            }
+        ],
+        "config": {
+            "batchinfer": {
+                "description": "Settings of the batch inference provider.",
+                "options": {
+                    "worker_python": {
+                        "description": (
+                            "Python of the workers' environment (the one with vLLM), for workers that run "
+                            "as local processes. Empty: the Python that runs Airflow's task."
+                        ),
+                        "version_added": airflow_batchinfer.__version__,
+                        "type": "string",
+                        "example": "/opt/batchinfer/worker/bin/python",
+                        "default": "",
+                    },
+                    "store": {
+                        "description": (
+                            "Folder of runs and tables (a local path or s3://bucket/prefix) for job specs "
+                            "that name none; a relative `store` in a spec file starts here."
+                        ),
+                        "version_added": airflow_batchinfer.__version__,
+                        "type": "string",
+                        "example": "s3://my-bucket/batchinfer",
+                        "default": "",
+                    },
+                },
+            }
+        },
     }
