@@ -70,10 +70,9 @@ def _rate(m: Measured) -> float:
 
 def _table(rows: int, measured: dict[str, Measured]) -> str:
     ours = measured.get("ours")
-    lines = [
-        "| who | accepted | held s | rows / held s | ours over it | engine s | steps | tokens computed | first row safe |"
-    ]
-    lines.append("|---|--:|--:|--:|--:|--:|--:|--:|--:|")
+    heads = ["who", "accepted", "held s", "rows / held s", "ours over it"]
+    heads += ["engine s", "steps", "tokens computed", "first row safe"]
+    lines = [f"| {' | '.join(heads)} |", "|---" + "|--:" * (len(heads) - 1) + "|"]
     for peer, m in measured.items():
         ratio = f"{_rate(ours) / _rate(m):.2f}" if ours and _rate(m) else "–"
         first = "at exit" if m.first_durable is None else f"{m.first_durable:.0f} s"

@@ -11,12 +11,68 @@ import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-_WORDS = (
-    "account login password reset invoice refund charge payment card order parcel delivery late damaged box "
-    "printer screen update crash error export report filter dark mode button slow page session expired token "
-    "customer waiting support reply manager contract seat license plan upgrade cancel trial region address "
-    "cannot keeps always never after before since yesterday morning please urgent thanks regards broken works"
-).split()
+_WORDS = [
+    "account",
+    "login",
+    "password",
+    "reset",
+    "invoice",
+    "refund",
+    "charge",
+    "payment",
+    "card",
+    "order",
+    "parcel",
+    "delivery",
+    "late",
+    "damaged",
+    "box",
+    "printer",
+    "screen",
+    "update",
+    "crash",
+    "error",
+    "export",
+    "report",
+    "filter",
+    "dark",
+    "mode",
+    "button",
+    "slow",
+    "page",
+    "session",
+    "expired",
+    "token",
+    "customer",
+    "waiting",
+    "support",
+    "reply",
+    "manager",
+    "contract",
+    "seat",
+    "license",
+    "plan",
+    "upgrade",
+    "cancel",
+    "trial",
+    "region",
+    "address",
+    "cannot",
+    "keeps",
+    "always",
+    "never",
+    "after",
+    "before",
+    "since",
+    "yesterday",
+    "morning",
+    "please",
+    "urgent",
+    "thanks",
+    "regards",
+    "broken",
+    "works",
+]
 
 
 def uniform(count: int, rng: random.Random) -> Iterator[str]:
