@@ -1,0 +1,386 @@
+"""A server that speaks OpenAI's HTTP API (`vllm serve` and others) as an engine.
+
+Requests run in an event loop of their own thread. How many are open at once follows the server: up by
+one for each round that goes well, down by half on 429 and 5xx, and nothing is sent before the time a
+`Retry-After` names. A server that is busy or away costs no row an attempt; one that stays away ends
+the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import difflib
+import math
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from email.utils import parsedate_to_datetime
+from typing import Any, TypeVar
+
+import httpx
+
+from airflow_batchinfer.errors import EngineError, SpecError
+from airflow_batchinfer.run.outcome import Reason
+from airflow_batchinfer.spec import ChoiceTask, EmbedTask, JobSpec, JsonTask, RegexTask
+from airflow_batchinfer.worker.engines.base import Completion, EngineDied, EngineInfo, Request, RequestFailure
+from airflow_batchinfer.worker.engines.concurrency import AdaptiveLimit
+
+Answer = Completion | RequestFailure
+T = TypeVar("T")
+
+_ACCEPTED = frozenset({"stop", "length"})
+_AWAY_SECONDS = 30.0
+"""No connection for so long: the server is gone."""
+_FIRST_CONCURRENCY = 16
+_BUSY = frozenset({429, 503, 529})
+"""The server asks for less; says nothing about the row."""
+_BUSY_ATTEMPTS = 8
+_LONGEST_WAIT = 300.0
+"""Seconds; a `Retry-After` beyond this is cut to it."""
+_CREDENTIALS = frozenset({401, 403})
+
+
+class OpenAIEngine:
+    """OpenAI's chat completions, completions and embeddings over HTTP."""
+
+    takes_tokens = False
+
+    def __init__(self, spec: JobSpec) -> None:
+        self._spec = spec
+        self._body = _request_body(spec)
+        self._answers: queue.SimpleQueue[Answer | EngineDied] = queue.SimpleQueue()
+        self._died: EngineDied | None = None
+        self._tokens_made = 0
+        self._running: _Loop | None = None
+
+    def start(self) -> EngineInfo:
+        key = None
+        if variable := self._spec.model.api_key_env:
+            key = os.environ.get(variable)
+            if not key:
+                raise SpecError(f"model.api_key_env: the worker's environment has no `{variable}`")
+        self._died = None
+        self._answers = queue.SimpleQueue()
+        self._running = _Loop()
+        try:
+            return self._running.run(self._connect(key))
+        except httpx.TransportError as error:
+            self.close()
+            raise EngineError(f"model.base_url: {self._base_url} does not answer: {error}") from error
+        except BaseException:
+            self.close()
+            raise
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        loop = self._alive()
+        for request in requests:
+            loop.spawn(request.key, self._answer(request))
+
+    def poll(self, timeout: float) -> list[Answer]:
+        self._alive()
+        answers: list[Answer] = []
+        with contextlib.suppress(queue.Empty):
+            answer = self._answers.get(timeout=timeout)
+            while True:
+                if isinstance(answer, EngineDied):
+                    self._died = answer
+                    break
+                answers.append(answer)
+                answer = self._answers.get_nowait()
+        if not answers:  # else its turn is the next call
+            self._alive()
+        return answers
+
+    def abort(self, keys: Sequence[str]) -> None:
+        self._alive().cancel(keys)
+
+    def tokens_made(self) -> int:
+        return self._tokens_made
+
+    def kill(self) -> None:
+        self._answers.put(EngineDied("the engine was ended"))
+
+    def close(self) -> None:
+        if self._running is not None:
+            self._running.close()
+            self._running = None
+
+    @property
+    def _base_url(self) -> str:
+        assert self._spec.model.base_url is not None
+        return self._spec.model.base_url.rstrip("/")
+
+    def _alive(self) -> _Loop:
+        if self._died is not None:
+            raise self._died
+        if self._running is None:
+            raise EngineDied("the engine is not running")
+        return self._running
+
+    async def _connect(self, key: str | None) -> EngineInfo:
+        """Open the client inside its loop, and ask the server what it serves.
+
+        Raises:
+            SpecError: the server refuses the key, the model or the schema.
+            EngineError: it answers with an error.
+        """
+        most = self._spec.model.max_concurrency
+        self._limit = AdaptiveLimit(first=min(_FIRST_CONCURRENCY, most), most=most)
+        self._away_since: float | None = None
+        self._client = httpx.AsyncClient(
+            base_url=self._base_url + "/",
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            timeout=httpx.Timeout(self._spec.retry.row_timeout_seconds, connect=10.0, pool=None),
+            limits=httpx.Limits(max_connections=most, max_keepalive_connections=most),
+        )
+        assert self._running is not None
+        self._running.on_close(self._client.aclose)
+        length = await self._check_model()
+        await self._check_schema()
+        return EngineInfo(
+            name="openai",
+            version=self._base_url,
+            max_in_flight=2 * most,
+            max_model_len=length,
+            options={"max_concurrency": str(most)},
+        )
+
+    async def _check_model(self) -> int | None:
+        """The model's context length, if the server tells (vLLM does)."""
+        response = await self._client.get("models")
+        if response.status_code in _CREDENTIALS:
+            raise SpecError(f"model.api_key_env: {self._base_url} refuses the key: {_message(response)}")
+        if response.status_code in (404, 405):  # a server without a list of models
+            return None
+        if response.status_code != 200:
+            raise EngineError(f"{self._base_url}/models: {response.status_code}: {_message(response)}")
+        models = {m["id"]: m for m in response.json().get("data", []) if "id" in m}
+        name = self._spec.model.name
+        if models and name not in models:
+            close = difflib.get_close_matches(name, models, n=1)
+            hint = f"did you mean `{close[0]}`" if close else f"it serves {', '.join(sorted(models)[:10])}"
+            raise SpecError(f"model.name: {self._base_url} serves no `{name}`; {hint}")
+        length = models.get(name, {}).get("max_model_len")
+        return length if isinstance(length, int) else None
+
+    async def _check_schema(self) -> None:
+        """One request for one token, so that a schema the server cannot compile ends the job at once."""
+        if not isinstance(self._spec.task, (ChoiceTask, JsonTask, RegexTask)):
+            return
+        messages = [{"role": "user", "content": "?"}]
+        response = await self._client.post(
+            "chat/completions", json={**self._body, "messages": messages, "max_tokens": 1}
+        )
+        if response.status_code in (400, 422):
+            field = {"choice": "labels", "json": "schema", "regex": "pattern"}[self._spec.task.type]
+            raise SpecError(f"task.{field}: the server refuses it: {_message(response)}")
+
+    async def _answer(self, request: Request) -> None:
+        """Get one request's answer into the queue, whatever comes."""
+        try:
+            answer: Answer | EngineDied = await self._ask(request)
+        except Exception as error:  # a bug here, or a server that breaks its protocol, costs one row
+            text = f"{type(error).__name__}: {error}"
+            answer = RequestFailure(request.key, Reason.ENGINE_ERROR, text, transient=True)
+        self._answers.put(answer)
+
+    async def _ask(self, request: Request) -> Answer | EngineDied:
+        path, body = self._endpoint(request)
+        busy = 0
+        while True:
+            async with self._limit:
+                started = time.monotonic()
+                try:
+                    response = await self._client.post(path, json=body)
+                except httpx.ConnectError as error:
+                    self._limit.went_badly(started)
+                    away = time.monotonic() - (self._away_since or started)
+                    self._away_since = self._away_since or started
+                    if away > _AWAY_SECONDS:
+                        return EngineDied(f"{self._base_url} cannot be reached for {away:.0f} s: {error}")
+                    self._limit.pause(1.0)
+                    continue
+                except httpx.TransportError as error:
+                    self._limit.went_badly(started)
+                    text = f"{self._base_url}: {type(error).__name__} {error}"
+                    return RequestFailure(request.key, Reason.ENGINE_ERROR, text, transient=True)
+                self._away_since = None
+                if response.status_code == 200:
+                    self._limit.went_well()
+                    return self._completion(request.key, response.json())
+                if response.status_code == 429 or response.status_code >= 500:
+                    self._limit.went_badly(started)
+                wait = _retry_after(response)
+                if response.status_code in _BUSY and busy < _BUSY_ATTEMPTS:
+                    self._limit.pause(wait if wait is not None else min(2.0**busy, 30.0))
+                    busy += 1
+                    continue
+                return self._refusal(request.key, response, wait)
+
+    def _endpoint(self, request: Request) -> tuple[str, dict[str, Any]]:
+        if isinstance(self._spec.task, EmbedTask):
+            text = request.text
+            if text is None:
+                return "embeddings", {**self._body, "messages": request.messages}  # vLLM's extension
+            return "embeddings", {**self._body, "input": text}
+        seed = {"seed": request.seed} if self._spec.sampling.temperature > 0 else {}
+        if request.messages is not None:
+            return "chat/completions", {**seed, **self._body, "messages": request.messages}
+        return "completions", {**seed, **self._body, "prompt": request.text}
+
+    def _completion(self, key: str, answer: dict[str, Any]) -> Answer:
+        usage = answer.get("usage") or {}
+        prompt_tokens, output_tokens = usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0
+        self._tokens_made += prompt_tokens + output_tokens + 1
+        if isinstance(self._spec.task, EmbedTask):
+            vector = answer["data"][0]["embedding"]
+            if self._spec.task.normalize:
+                vector = _normalized(vector)
+            return Completion(key, vector=vector, finish_reason="stop", prompt_tokens=prompt_tokens)
+        choice = answer["choices"][0]
+        reason = choice.get("finish_reason")
+        if reason not in _ACCEPTED:
+            refused = reason == "content_filter"
+            return RequestFailure(
+                key,
+                Reason.ENGINE_REFUSED if refused else Reason.ENGINE_ERROR,
+                f"the server ended the request with finish_reason `{reason}`",
+                transient=not refused,
+            )
+        text = choice["message"].get("content") if "message" in choice else choice.get("text")
+        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        return Completion(
+            key,
+            text=text or "",
+            finish_reason=reason,
+            prompt_tokens=prompt_tokens,
+            output_tokens=output_tokens,
+            cached_tokens=cached,
+        )
+
+    def _refusal(self, key: str, response: httpx.Response, wait: float | None) -> Answer | EngineDied:
+        status, text = response.status_code, _message(response)
+        if status in _CREDENTIALS or status == 404:
+            return EngineDied(f"{self._base_url}: {status}: {text}")
+        message = f"the server answered {status}: {text}"
+        if status in (408, 409, 425, 429) or status >= 500:
+            return RequestFailure(key, Reason.ENGINE_ERROR, message, transient=True, retry_after=wait)
+        long = any(words in text for words in ("maximum context length", "maximum model length", "too long"))
+        return RequestFailure(key, Reason.OVER_LONG if long else Reason.ENGINE_REFUSED, message)
+
+
+class _Loop:
+    """An event loop in a thread, with tasks by key."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._closers: list[Callable[[], Coroutine[Any, Any, None]]] = []
+        self._thread = threading.Thread(target=self._loop.run_forever, name="openai-engine", daemon=True)
+        self._thread.start()
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run to the end and return the result."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    def spawn(self, key: str, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Start a task under a key."""
+
+        def start() -> None:
+            task = self._loop.create_task(coroutine)
+            self._tasks[key] = task
+            task.add_done_callback(lambda _: self._tasks.pop(key, None))
+
+        self._loop.call_soon_threadsafe(start)
+
+    def cancel(self, keys: Sequence[str]) -> None:
+        """Cancel tasks and wait until they are gone, so that nothing of them comes back."""
+
+        async def cancel() -> None:
+            tasks = [task for key in keys if (task := self._tasks.get(key)) is not None]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+        self.run(cancel())
+
+    def on_close(self, closer: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Await `closer()` when the loop is closed."""
+        self._closers.append(closer)
+
+    def close(self) -> None:
+        """Cancel what runs, close what was opened, end the thread."""
+        self.cancel(list(self._tasks))
+        for closer in self._closers:
+            self.run(closer())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+def _request_body(spec: JobSpec) -> dict[str, Any]:
+    """What all requests have in common. `model.engine` adds fields; a null there removes one of ours."""
+    body: dict[str, Any] = {"model": spec.model.name}
+    if isinstance(spec.task, EmbedTask):
+        body["encoding_format"] = "float"
+    else:
+        sampling = spec.sampling
+        body |= {"max_tokens": sampling.max_tokens, "temperature": sampling.temperature}
+        defaults = type(sampling)()
+        for name in (
+            "top_p",
+            "top_k",
+            "min_p",
+            "presence_penalty",
+            "frequency_penalty",
+            "repetition_penalty",
+            "stop",
+        ):
+            value = getattr(sampling, name)
+            if value != getattr(defaults, name):  # not every server knows every one
+                body[name] = value
+    match spec.task:
+        case JsonTask(json_schema=schema):
+            named = {"name": "answer", "schema": schema, "strict": True}
+            body["response_format"] = {"type": "json_schema", "json_schema": named}
+        case ChoiceTask(labels=labels):
+            body["structured_outputs"] = {"choice": list(labels)}
+        case RegexTask(pattern=pattern):
+            body["structured_outputs"] = {"regex": pattern}
+    body |= spec.model.engine
+    return {name: value for name, value in body.items() if value is not None}
+
+
+def _message(response: httpx.Response) -> str:
+    """The server's own words on an error, however it wraps them."""
+    try:
+        data = response.json()
+    except ValueError:
+        return response.text[:500] or response.reason_phrase
+    error = data.get("error", data) if isinstance(data, dict) else data
+    if isinstance(error, dict):
+        error = error.get("message") or error.get("detail") or error
+    return str(error)[:500]
+
+
+def _retry_after(response: httpx.Response) -> float | None:
+    """Seconds to wait by the response's `Retry-After`: a number or a date."""
+    value = response.headers.get("Retry-After")
+    if value is None:
+        return None
+    try:
+        seconds = float(value)
+    except ValueError:
+        try:
+            seconds = parsedate_to_datetime(value).timestamp() - time.time()
+        except ValueError:
+            return None
+    return min(max(seconds, 0.0), _LONGEST_WAIT)
+
+
+def _normalized(vector: list[float]) -> list[float]:
+    length = math.sqrt(math.fsum(x * x for x in vector))
+    return [x / length for x in vector] if length > 0 else vector
