@@ -394,6 +394,88 @@ class ValidationSpec(_Strict):
     )
 
 
+class LineSpec(_Strict):
+    """When a running worker stops the line: shares of the last rows that came out of the engine.
+
+    Rows that were never sent (over-long, empty, not renderable) do not count: they cost nothing.
+    """
+
+    window: int = Field(500, ge=1, description="Rows looked back at.")
+    min_rows: int = Field(100, ge=1, description="No judgement before so many rows.")
+    max_dead: float | None = Field(0.5, ge=0.0, le=1.0, description="Most rows that did not succeed.")
+    max_empty: float | None = Field(None, ge=0.0, le=1.0, description="Most rows with a blank output.")
+    max_length: float | None = Field(
+        None, ge=0.0, le=1.0, description="Most rows whose answer was cut at `sampling.max_tokens`."
+    )
+    max_identical: float | None = Field(
+        None, ge=0.0, le=1.0, description="Most rows with one and the same output."
+    )
+
+
+class PilotSpec(_Strict):
+    """A sample that runs before the fleet, as shard 0: its results count and are not paid again."""
+
+    rows: int = Field(200, ge=1, description="Rows of the pilot, spread evenly over all lengths.")
+    seed: int = Field(0, ge=0, description="Seed of the draw.")
+
+
+class GateSpec(_Strict):
+    """What the pilot must show before the fleet may start. A limit left out is not checked."""
+
+    max_dead_fraction: float | None = Field(
+        0.25, ge=0.0, le=1.0, description="Most pilot rows that did not succeed."
+    )
+    max_empty_fraction: float | None = Field(
+        None, ge=0.0, le=1.0, description="Most pilot rows with a blank output."
+    )
+    max_length_fraction: float | None = Field(
+        None, ge=0.0, le=1.0, description="Most pilot rows whose answer was cut at `sampling.max_tokens`."
+    )
+    max_refusal_fraction: float | None = Field(
+        None, ge=0.0, le=1.0, description="Most pilot rows in which the model refuses (`generate` only)."
+    )
+    max_identical_fraction: float | None = Field(
+        None, ge=0.0, le=1.0, description="Most pilot rows with one and the same output."
+    )
+    min_accuracy: float | None = Field(
+        None, ge=0.0, le=1.0, description="Least accuracy against `input.truth` on the pilot."
+    )
+    max_tokens: int | None = Field(None, ge=1, description="Most tokens forecast for the run.")
+    max_held_hours: float | None = Field(None, gt=0.0, description="Most worker hours forecast for the run.")
+    max_hours: float | None = Field(
+        None, gt=0.0, description="Most hours forecast for the run at `sharding.max_parallel_shards`."
+    )
+    max_cost: float | None = Field(None, gt=0.0, description="Most money forecast for the run; needs `cost`.")
+    approval: Literal["none", "required"] = Field(
+        "none", description="`required`: a person approves the pilot in Airflow before the fleet starts."
+    )
+
+
+class CostSpec(_Strict):
+    """Prices, to turn held time and tokens into money. A price left out counts as nothing."""
+
+    currency: str = Field("USD", min_length=1, max_length=8, description="For the reader only.")
+    per_hour: float = Field(0.0, ge=0.0, description="One worker held for an hour, its accelerators with it.")
+    per_million_prompt_tokens: float = Field(
+        0.0, ge=0.0, description="For engines that bill tokens; cached tokens cost what the next field says."
+    )
+    per_million_cached_tokens: float = Field(0.0, ge=0.0, description="Prompt tokens served from a cache.")
+    per_million_output_tokens: float = Field(0.0, ge=0.0, description="Tokens of answers.")
+
+
+class DriftSpec(_Strict):
+    """Comparison with the job's last published run; a difference is a warning in the report."""
+
+    enabled: bool = Field(True, description="Compare.")
+    max_psi: float = Field(
+        0.2, gt=0.0, description="Population stability index of labels, output and prompt lengths."
+    )
+    max_validity_change: float = Field(
+        0.05, gt=0.0, le=1.0, description="Change of the share of rows that succeed."
+    )
+    on_drift: Literal["warn", "hold"] = Field("warn", description="`hold`: the gate keeps the results back.")
+
+
 class ReportSpec(_Strict):
     """The report a run ends with."""
 
@@ -431,6 +513,11 @@ class JobSpec(_Strict):
     overlong: OverLongSpec = Field(default_factory=OverLongSpec, description="Prompts that do not fit.")
     failure: FailureSpec = Field(default_factory=FailureSpec, description="Tolerance for dead letters.")
     validation: ValidationSpec = Field(default_factory=ValidationSpec, description="Checks on the outputs.")
+    line: LineSpec = Field(default_factory=LineSpec, description="Stop-the-line while running.")
+    pilot: PilotSpec | None = Field(None, description="Run a sample first and judge it by `gate`.")
+    gate: GateSpec = Field(default_factory=GateSpec, description="What the pilot must show.")
+    cost: CostSpec | None = Field(None, description="Prices, for the forecast and the report.")
+    drift: DriftSpec = Field(default_factory=DriftSpec, description="Comparison with the last published run.")
     report: ReportSpec = Field(default_factory=ReportSpec, description="The report.")
     export: list[ExportSpec] = Field(default_factory=list, description="Plain files of the results.")
     on_changed_spec: Literal["fail", "restart"] = Field(
@@ -463,6 +550,14 @@ class JobSpec(_Strict):
             self.input.truth and isinstance(self.task, ChoiceTask)
         ):
             raise ValueError("`validation.min_accuracy` needs `input.truth` and `task.type: choice`")
+        if self.gate.min_accuracy is not None and not (
+            self.input.truth and isinstance(self.task, ChoiceTask)
+        ):
+            raise ValueError("`gate.min_accuracy` needs `input.truth` and `task.type: choice`")
+        if self.gate.max_cost is not None and self.cost is None:
+            raise ValueError("`gate.max_cost` needs `cost`, the prices")
+        if self.gate.approval == "required" and self.pilot is None:
+            raise ValueError("`gate.approval: required` needs `pilot`, or there is nothing to approve")
         if isinstance(self.task, EmbedTask) and self.overlong.policy == "split":
             raise ValueError("`overlong.policy: split` is not for `task.type: embed`")
         return self
