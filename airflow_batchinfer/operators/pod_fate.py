@@ -10,6 +10,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from airflow_batchinfer.errors import ExitCode
+from airflow_batchinfer.operators.shard_work import MESSAGE_PREFIX
 from airflow_batchinfer.run.launch import RECLAIMED
 
 if TYPE_CHECKING:
@@ -186,4 +187,4 @@ def _memory_limit(pod: k8s.V1Pod, container: str) -> str:
 def _last_line(text: str | None) -> str | None:
     """A worker's last words; kubelet keeps the tail of its output if the container failed."""
     lines = (text or "").strip().splitlines()
-    return lines[-1].removeprefix("batchinfer: ") if lines else None
+    return lines[-1].removeprefix(MESSAGE_PREFIX) if lines else None

@@ -1,0 +1,307 @@
+"""`BatchInferPodOperator`: run a bundle of shards in a pod that may vanish at any moment."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from airflow.providers.cncf.kubernetes.backcompat.backwards_compat_converters import convert_env_vars
+from airflow.providers.cncf.kubernetes.operators.pod import KubernetesPodOperator
+from airflow.providers.cncf.kubernetes.utils.pod_manager import PodLaunchTimeoutException, PodPhase
+from airflow.sdk.exceptions import AirflowException, AirflowFailException, AirflowSkipException
+from kubernetes.client import models as k8s
+from kubernetes.client.exceptions import ApiException
+from urllib3.exceptions import HTTPError
+
+from airflow_batchinfer.errors import BatchInferError, SpecError, WorkerLostError
+from airflow_batchinfer.operators import pod_shape
+from airflow_batchinfer.operators.bundle import Bundle
+from airflow_batchinfer.operators.pod_fate import Fate, PodEnd, fate_of
+from airflow_batchinfer.operators.retry import FailureRetryPolicy
+from airflow_batchinfer.operators.shard_work import ShardWork, worker_error
+from airflow_batchinfer.operators.task_label import labelled
+from airflow_batchinfer.run.launch import Launch, reclaims_of
+from airflow_batchinfer.run.layout import RunLayout
+
+if TYPE_CHECKING:
+    from airflow.sdk import Context
+
+_QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+_POD_TROUBLE = (AirflowException, ApiException, HTTPError)
+"""What KubernetesPodOperator raises when a pod ends badly, is gone, or cannot be asked."""
+_OWN_DEFAULTS: dict[str, Any] = {
+    "deferrable": True,
+    "schedule_timeout_seconds": 6 * 3600,
+    "startup_timeout_seconds": 1800,
+    "poll_interval": 10,
+    "do_xcom_push": False,
+    "log_events_on_startup": False,
+    "log_pod_spec_on_failure": False,
+    "termination_message_policy": "FallbackToLogsOnError",
+    "automount_service_account_token": False,
+}
+"""Where this operator differs from KubernetesPodOperator; docs/kubernetes.md says why."""
+_REMEDIES = {
+    Fate.OOM_KILLED: "raise the memory of `container_resources`",
+    Fate.EVICTED: "request as much memory and ephemeral storage as the worker uses in `container_resources`",
+    Fate.IMAGE_ERROR: "check `image` and `image_pull_secrets`",
+    Fate.CONFIG_ERROR: "check the secrets, volumes and command that the pod refers to",
+    Fate.LAUNCH_TIMEOUT: "see the pod's events: is there a node pool that fits, is its quota used up?",
+    Fate.DEADLINE: "raise `execution_timeout` or `active_deadline_seconds`, or make shards smaller",
+}
+
+
+class BatchInferPodOperator(KubernetesPodOperator):
+    """Run one pod until each shard of the bundle has a commit.
+
+    Success needs the commits, whatever the pod or Airflow says. A reclaimed pod is launched again at
+    once, without using up a retry of the task, `retry.reclaims` times at most in one try; the count is
+    kept in the store. All arguments of KubernetesPodOperator are passed through and win over what is
+    filled in here.
+
+    Args:
+        bundle: which shards, from split's list.
+        store_conn_id: AWS connection by which Airflow's side reads an `s3://` store. The pod does not
+            get it: it has an identity of its own (`service_account_name`) or `store_secret`.
+        store_secret: Kubernetes secret with `AWS_ACCESS_KEY_ID` and the like, put into the pod's
+            environment.
+        worker_python: the image's Python that has the worker.
+        gpus: GPUs of the pod; default: what the engine's own arguments ask for.
+        gpu_resource: the device plugin's name of a GPU.
+        spot: see `pod_shape.Spot`.
+        model_cache: PersistentVolumeClaim that keeps downloaded models between pods.
+        compile_cache: PersistentVolumeClaim that keeps compiled code between pods.
+        shared_memory: size of `/dev/shm` when a pod has several GPUs.
+        kueue_queue: Kueue's local queue; Kueue then holds the pod until there is quota.
+    """
+
+    def __init__(
+        self,
+        *,
+        bundle: Bundle,
+        store_conn_id: str | None = None,
+        store_secret: str | None = None,
+        worker_python: str = "python3",
+        gpus: int | None = None,
+        gpu_resource: str = "nvidia.com/gpu",
+        spot: pod_shape.Spot = "prefer",
+        model_cache: str | None = None,
+        compile_cache: str | None = None,
+        shared_memory: str = "8Gi",
+        kueue_queue: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """See the class; the rest are KubernetesPodOperator's arguments."""
+        if kwargs.get("do_xcom_push"):
+            raise SpecError("`do_xcom_push`: the sidecar hides why a pod ended; results are in the store")
+        kwargs["retry_policy"] = kwargs.get("retry_policy") or FailureRetryPolicy()
+        super().__init__(**(_OWN_DEFAULTS | kwargs))
+        self.bundle = bundle
+        self.store_conn_id = store_conn_id
+        self.store_secret = store_secret
+        self.worker_python = worker_python
+        self.gpus = gpus
+        self.gpu_resource = gpu_resource
+        self.spot = spot
+        self.model_cache = model_cache
+        self.compile_cache = compile_cache
+        self.shared_memory = shared_memory
+        if kueue_queue is not None:
+            self.labels = {**self.labels, _QUEUE_LABEL: kueue_queue}
+        self._work: ShardWork | None = None
+        self._seen: k8s.V1Pod | None = None
+        self._overdue = False
+        self._environment: list[k8s.V1EnvVar] = []
+
+    # Airflow calls the first two; the next four are called by KubernetesPodOperator.
+
+    def execute(self, context: Context) -> None:
+        """Launch a pod, or find the one that is already there; nothing if all is committed.
+
+        Raises what `worker_error` gives for the worker's exit code, and `WorkerLostError` naming the
+        pod's fate otherwise.
+        """
+        with labelled(context, self.bundle):
+            work = self._open_work()
+            if work.open_shards():
+                self._fill_in(work)
+                super().execute(context)
+            else:
+                self._tell_summary(work)
+
+    def trigger_reentry(self, context: Context, event: dict[str, Any]) -> None:
+        """The triggerer saw the pod end, or could not see it: judge by the commits."""
+        with labelled(context, self.bundle):
+            work = self._open_work()
+            if not self._environment:  # a fresh operator; not so if the pod ended before it was watched
+                self._fill_in(work)
+            self._seen, self._overdue = None, event["status"] == "timeout"
+            trouble = self._trouble_of(super().trigger_reentry, context, event)
+            if not self._settle(context, work, event["name"], event["namespace"], trouble):
+                self._aim_anew(work)
+                self.execute_async(context)
+
+    def execute_sync(self, context: Context) -> None:
+        """Watch pods from this process until the shards are committed."""
+        assert self._work is not None
+        while True:
+            self._seen, self._overdue = None, False
+            trouble = self._trouble_of(super().execute_sync, context)
+            if self.pod is None:  # there never was one
+                raise trouble or WorkerLostError("no pod was launched")
+            name, namespace = self.pod.metadata.name, self.pod.metadata.namespace
+            if self._settle(context, self._work, name, namespace, trouble):
+                return
+            self._aim_anew(self._work)
+
+    def await_pod_start(self, pod: k8s.V1Pod) -> None:
+        """As KubernetesPodOperator, keeping in mind whether its patience ended."""
+        try:
+            super().await_pod_start(pod)
+        except PodLaunchTimeoutException:
+            self._overdue = True
+            raise
+
+    def get_or_create_pod(self, pod_request_obj: k8s.V1Pod, context: Context) -> k8s.V1Pod:
+        """As KubernetesPodOperator, but a pod that has ended is never taken for this try's."""
+        namespace = pod_request_obj.metadata.namespace
+        selector = self._build_find_pod_label_selector(context)
+        for pod in self.client.list_namespaced_pod(namespace, label_selector=selector).items:
+            if pod.status.phase in PodPhase.terminal_states and not self.process_pod_deletion(pod):
+                self.patch_already_checked(pod, reraise=False)
+        try:
+            return super().get_or_create_pod(pod_request_obj, context)
+        except ApiException as error:
+            if error.status in (400, 422):
+                raise SpecError(f"the cluster refuses the pod: {error.body}") from error
+            raise
+
+    def cleanup(self, pod: k8s.V1Pod, remote_pod: k8s.V1Pod, *args: Any, **kwargs: Any) -> None:
+        """Look at the pod once more before it is deleted: its status tells what became of it.
+
+        One that lives on, because only the watching failed, is left to be found by the next try.
+        """
+        if pod is None:
+            return
+        self._seen = self._read_pod(pod.metadata.name, pod.metadata.namespace)
+        if self._seen is not None and self._end_of(self._seen).fate != Fate.RUNNING:
+            super().cleanup(pod, self._seen, *args, **kwargs)
+
+    def _open_work(self) -> ShardWork:
+        if self.store_conn_id is not None:
+            from airflow_batchinfer.operators.store import use_connection
+
+            use_connection(self.store_conn_id)
+        self._work = ShardWork.open(self.bundle)
+        return self._work
+
+    def _fill_in(self, work: ShardWork) -> None:
+        """Give the pod what the plan decides and the user did not say."""
+        spec = work.plan.spec
+        gpus = pod_shape.gpus_of(spec) if self.gpus is None else self.gpus
+        self.name = self.name or f"batchinfer-{work.plan.job}-{work.shards[0]:05d}"
+        self.cmds = self.cmds or [self.worker_python, "-m", "airflow_batchinfer.worker"]
+        self.arguments = work.worker_arguments(work.open_shards())
+        self.container_resources = pod_shape.resources(self.container_resources, self.gpu_resource, gpus)
+        self.tolerations = [*self.tolerations, *pod_shape.tolerations(self.spot, self.gpu_resource)]
+        self.affinity = self.affinity or pod_shape.affinity(self.spot)
+        self.security_context = self.security_context or pod_shape.pod_security()
+        self.container_security_context = self.container_security_context or pod_shape.container_security()
+        if self.termination_grace_period is None:
+            self.termination_grace_period = pod_shape.grace_seconds(spec)
+        if self.store_secret is not None:
+            reference = k8s.V1SecretEnvSource(name=self.store_secret)
+            self.env_from = [*self.env_from, k8s.V1EnvFromSource(secret_ref=reference)]
+        taken = {mount.mount_path for mount in self.volume_mounts}
+        volumes = pod_shape.volumes(
+            spec, self.model_cache, self.compile_cache, self.shared_memory if gpus > 1 else None
+        )
+        for mount, volume in volumes:
+            if mount.mount_path not in taken:
+                self.volume_mounts = [*self.volume_mounts, mount]
+                self.volumes = [*self.volumes, volume]
+        given = convert_env_vars(self.env_vars) if self.env_vars else []
+        names = {variable.name for variable in given}
+        self._environment = [*given, *(v for v in pod_shape.environment(spec) if v.name not in names)]
+        self.env_vars = list(self._environment)
+
+    def _aim_anew(self, work: ShardWork) -> None:
+        """Have the next launch build a pod of a new name, for the shards that are still open."""
+        self.pod = self.remote_pod = self.pod_request_obj = None
+        self.arguments = work.worker_arguments(work.open_shards())
+        self.env_vars = list(self._environment)  # building a pod appends to the list
+
+    def _trouble_of(self, call: Any, *arguments: Any) -> Exception | None:
+        """Call KubernetesPodOperator; what it raised about the pod, if anything."""
+        try:
+            call(*arguments)
+        except (AirflowSkipException, AirflowFailException):
+            raise
+        except _POD_TROUBLE as error:
+            return error
+        return None
+
+    def _settle(
+        self, context: Context, work: ShardWork, pod: str, namespace: str, trouble: Exception | None
+    ) -> bool:
+        """Whether the bundle is complete; if not, another pod is to be launched.
+
+        Raises:
+            BatchInferError: it is not complete, and what to do is for Airflow or a person to decide.
+        """
+        end = self._end_of(self._seen or self._read_pod(pod, namespace))
+        self.log.info("pod %s on node %s: %s %s", pod, end.node, end.fate, end.message)
+        if end.fate == Fate.RUNNING:
+            raise WorkerLostError(f"pod {pod} runs on, and the next try finds it again: {trouble}")
+        layout = RunLayout(work.plan.folder)
+        launch = Launch(
+            pod=pod,
+            shards=work.shards,
+            try_number=context["ti"].try_number,
+            fate=end.fate,
+            message=end.message,
+            node=end.node,
+            exit_code=end.exit_code,
+            ended_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
+        )
+        launch.record(work.store, layout)
+        if not work.open_shards():
+            self._tell_summary(work)
+            return True
+        if self._killed:
+            raise WorkerLostError("Airflow ended this task; finished rows are in the store's parts")
+        if end.fate == Fate.COMMITTED:
+            work.check_committed()
+        if end.fate != Fate.RECLAIMED:
+            raise _error_of(pod, end, trouble) from trouble
+        limit = work.plan.spec.retry.reclaims
+        used = reclaims_of(work.store, layout, work.shards[0], launch.try_number)
+        if used > limit:
+            raise WorkerLostError(f"reclaimed {used} times, `retry.reclaims` is {limit}") from trouble
+        self.log.warning("launching another pod; reclaimed %d times of at most %d", used, limit)
+        return False
+
+    def _end_of(self, pod: k8s.V1Pod | None) -> PodEnd:
+        return fate_of(pod, self.base_container_name, overdue=self._overdue)
+
+    def _read_pod(self, name: str, namespace: str) -> k8s.V1Pod | None:
+        try:
+            return self.hook.get_pod(name, namespace)
+        except ApiException as error:
+            if error.status == 404:
+                return None
+            raise
+
+    def _tell_summary(self, work: ShardWork) -> None:
+        for line in work.summary():
+            self.log.info(line)
+
+
+def _error_of(pod: str, end: PodEnd, trouble: Exception | None) -> BatchInferError:
+    """The error a fate stands for: the worker's own, or the loss of the worker by the fate's name."""
+    if end.fate.name in ("BAD_SPEC", "BAD_INPUT", "ENGINE_FAILED", "STORE_FAILED", "STOPPED"):
+        assert end.exit_code is not None
+        return worker_error(end.exit_code, end.message)
+    said = end.message or str(trouble or "")
+    remedy = _REMEDIES.get(end.fate)
+    return WorkerLostError(f"{end.fate}: pod {pod}: {said}" + (f" ({remedy})" if remedy else ""))
