@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal, overload
 
-from airflow.sdk import DAG, TaskGroup, TriggerRule, chain
+from airflow.sdk import DAG, BaseOperator, TaskGroup, TriggerRule, chain
 
-from airflow_batchinfer.operators.base import BatchInferOperator
 from airflow_batchinfer.operators.bundle import LABEL_VARIABLE
 from airflow_batchinfer.operators.gate import GateOperator
 from airflow_batchinfer.operators.job import SpecSource, load_job
@@ -157,14 +156,14 @@ def _build_tasks(
     chain(infer, reconcile, validate, merge, report, gate)
 
 
-def _infer_operator(runtime: Runtime) -> type[BatchInferOperator]:
+def _infer_operator(runtime: Runtime) -> type[BaseOperator]:
     """The infer operator's class. Imported when asked for: the Kubernetes one is heavy to parse."""
     if runtime == "local":
         from airflow_batchinfer.operators.infer_local import InferLocalOperator
 
         return InferLocalOperator
     if runtime == "kubernetes":
-        from airflow_batchinfer.operators.infer_kubernetes import InferKubernetesOperator
+        from airflow_batchinfer.operators.infer_kubernetes import BatchInferPodOperator
 
-        return InferKubernetesOperator
+        return BatchInferPodOperator
     raise ValueError(f"unknown runtime {runtime!r}; use `local` or `kubernetes`")
