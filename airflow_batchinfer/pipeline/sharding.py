@@ -11,7 +11,8 @@ import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from airflow_batchinfer.spec import ShardingSpec
+from airflow_batchinfer.pipeline.pilot_rows import put_first, set_aside
+from airflow_batchinfer.spec import PilotSpec, ShardingSpec
 
 
 @dataclass(frozen=True)
@@ -30,23 +31,38 @@ class Placement:
 
     `path` is a Parquet file with a line per input row, by `row_id`: `shard`; `place`, the order within
     the shard; `copies`; `copy_of`, the row whose answer it takes, null for a row that is sent.
+    With `pilot`, shard 0 is the pilot.
     """
 
     path: Path
     shards: list[PlacedShard]
     warnings: list[str]
+    pilot: bool = False
 
 
-def place_rows(connection: duckdb.DuckDBPyConnection, sharding: ShardingSpec, scratch: Path) -> Placement:
+def place_rows(
+    connection: duckdb.DuckDBPyConnection,
+    sharding: ShardingSpec,
+    scratch: Path,
+    pilot: PilotSpec | None = None,
+) -> Placement:
     """Deal the rows of the table `keys` out to shards of equal predicted work.
 
     Rows that share a prefix with another row stand together, in one stretch that is cut where the work
     is reached; all others are dealt out like cards, longest first, so that every shard gets the same
-    mix. Rows predicted to be over-long get shards of their own, at the end.
+    mix. Rows predicted to be over-long get shards of their own, at the end. A pilot comes first.
     """
     _find_copies(connection, sharding.dedup)
+    warnings = []
+    if pilot is not None and (why_not := _set_aside(connection, sharding, pilot)):
+        warnings.append(why_not)
+        pilot = None
+    if pilot is not None:
+        sharding = sharding.model_copy(update={"max_shards": sharding.max_shards - 1})
     _order(connection, sharding)
-    cut = _cut(connection, sharding)
+    warnings += _cut(connection, sharding)
+    if pilot is not None:
+        put_first(connection, sharding.dedup)
     path = scratch / "placement.parquet"
     connection.execute(
         f"""
@@ -65,7 +81,13 @@ def place_rows(connection: duckdb.DuckDBPyConnection, sharding: ShardingSpec, sc
             "GROUP BY shard ORDER BY shard"
         ).fetchall()
     ]
-    return Placement(path, shards, cut)
+    return Placement(path, shards, warnings, pilot=pilot is not None)
+
+
+def _set_aside(connection: duckdb.DuckDBPyConnection, sharding: ShardingSpec, pilot: PilotSpec) -> str | None:
+    if sharding.max_shards == 1:
+        return "no pilot: `sharding.max_shards` is 1, and the pilot is a shard of its own"
+    return set_aside(connection, pilot)
 
 
 def placement_batches(placement: Placement) -> Iterator[pa.RecordBatch]:
@@ -129,12 +151,12 @@ def _order(connection: duckdb.DuckDBPyConnection, sharding: ShardingSpec) -> Non
 
 def _cut(connection: duckdb.DuckDBPyConnection, sharding: ShardingSpec) -> list[str]:
     """Table `placed`: `ordered` with the shard. Returns warnings."""
-    sums = dict(
-        (kind, (rows, share))
+    sums = {
+        kind: (rows, share)
         for kind, rows, share in connection.execute(
             "SELECT kind, count(*), max(reached) FROM ordered GROUP BY kind"
         ).fetchall()
-    )
+    }
     usual = sum(share for kind, (_, share) in sums.items() if kind != 2)
     wanted = max(1, _ceil(usual)) if usual else 0
     long_wanted = max(1, _ceil(sums[2][1])) if 2 in sums else 0

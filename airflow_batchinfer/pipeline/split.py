@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 
 from airflow_batchinfer.errors import InputError, PlanChangedError, SpecError, StoreError
 from airflow_batchinfer.pipeline.duck import open_duckdb
+from airflow_batchinfer.pipeline.expectations import check_expectations
 from airflow_batchinfer.pipeline.inputs import check_columns
 from airflow_batchinfer.pipeline.keys import build_keys
 from airflow_batchinfer.pipeline.prediction import predict
@@ -47,11 +48,12 @@ def split(store: Store, spec: JobSpec, run_id: str) -> Plan:
 
     Raises:
         InputError: the input cannot be used; names file, line, column or rows, and the remedy.
-        SpecError: the prompt cannot work, or another run has the same folder name.
+        SpecError: the prompt or an expectation cannot work, or another run has the same folder name.
         PlanChangedError: a plan is there and the job has changed since in a field that decides the
             results or the shards; see `on_changed_spec`.
         StoreError: the store cannot be written, or the disk is full.
     """
+    check_expectations(spec)
     plan, generation = _existing_plan(store, spec, run_id)
     if plan is not None:
         return plan
@@ -82,6 +84,7 @@ def deciding_fields(spec: JobSpec) -> dict[str, Any]:
         ("output", ()),
     ):
         fields |= {f"{section}.{k}": v for k, v in data[section].items() if k not in neutral}
+    fields["pilot"] = data["pilot"]
     return fields
 
 
@@ -156,7 +159,7 @@ class _Split:
         self._check_columns(reader, columns)
         with open_duckdb(self._scratch) as connection:
             rows = build_keys(connection, reader, columns.prompt, columns.id, predict(self._spec))
-            placement = place_rows(connection, self._spec.sharding, self._scratch)
+            placement = place_rows(connection, self._spec.sharding, self._scratch, self._spec.pilot)
         shards = self._write_shards(reader, columns, placement)
         if not reader.unchanged():
             raise InputError(
@@ -201,6 +204,7 @@ class _Split:
                 rows_bytes=file.bytes,
                 rows_sha256=file.sha256,
                 copies_key=file.copies_key,
+                pilot=placement.pilot and s.shard == 0,
             )
             for s, file in zip(placement.shards, files, strict=True)
         ]

@@ -38,6 +38,7 @@ class PlannedShard(Document):
     rows_bytes: int
     rows_sha256: str
     copies_key: str | None = Field(None, description="Key of the copies file, if rows were deduplicated.")
+    pilot: bool = Field(False, description="It runs, and is judged, before all others.")
 
 
 class Plan(Document):
