@@ -58,6 +58,7 @@ def build_spec(data: Mapping[str, Any], folder: Path, default_store: str | None 
                     "name": _join_dotted(folder, spec.model.name),
                     "tokenizer": _join_dotted(folder, spec.model.tokenizer),
                     "adapter": _join_dotted(folder, spec.model.adapter),
+                    "compile_cache": _join_dotted(folder, spec.model.compile_cache),
                 }
             ),
             "validation": spec.validation.model_copy(

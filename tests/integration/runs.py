@@ -1,0 +1,79 @@
+"""Jobs for the integration tests, and what the store says about their runs."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from airflow_batchinfer.run.layout import RunLayout, run_dir
+from airflow_batchinfer.run.plan import Plan
+from airflow_batchinfer.store import LocalStore
+
+
+def write_input(path: Path, texts: Iterable[str]) -> Path:
+    """A JSONL file with columns `ticket` and `text`."""
+    lines = (json.dumps({"ticket": f"T{i}", "text": text}) for i, text in enumerate(texts))
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def job_fields(store: Path, name: str, source: Path, **overrides: Any) -> dict[str, Any]:
+    """Fields of a small job on the instant engine; `overrides` are merged one level deep."""
+    fields: dict[str, Any] = {
+        "name": name,
+        "store": str(store),
+        "input": {"path": str(source), "id_column": "ticket", "carry": ["text"]},
+        "prompt": {"template": "Answer: {{ text }}"},
+        "model": {"name": "none", "backend": "tests.engines:InstantEngine"},
+        "sharding": {"max_rows": 10, "max_parallel_shards": 2, "dedup": False},
+        "checkpoint": {"rows": 4, "progress_seconds": 1},
+        "validation": {"enabled": True},
+    }
+    for key, value in overrides.items():
+        both = isinstance(value, dict) and isinstance(fields.get(key), dict)
+        fields[key] = fields[key] | value if both else value
+    return fields
+
+
+class StoredRun:
+    """A run as the store shows it."""
+
+    def __init__(self, store: Path, job: str, run_id: str, generation: int = 1) -> None:
+        self.store = LocalStore(store)
+        self.job = job
+        self.layout = RunLayout(run_dir(job, run_id, generation))
+        self.folder = store / self.layout.folder
+
+    @property
+    def plan(self) -> Plan:
+        return Plan.read(self.store, self.layout.plan)
+
+    def document(self, key: str) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.store.read_bytes(key))
+        return found
+
+    @property
+    def ledger(self) -> dict[str, Any]:
+        return self.document(self.layout.ledger)
+
+    def rows_in_parts(self, shard: int) -> Counter[int]:
+        """How often each row id stands in the shard's parts, of whatever attempt."""
+        parts = sorted((self.folder / "shards" / f"{shard:05d}").glob("*/part-*.parquet"))
+        return Counter(row for part in parts for row in pq.read_table(part)["row_id"].to_pylist())
+
+    def results(self) -> list[dict[str, Any]]:
+        """The job's results table, all runs."""
+        import deltalake
+
+        rows = deltalake.DeltaTable(str(self.folder.parents[1] / "results")).to_pyarrow_table().to_pylist()
+        return sorted(rows, key=lambda row: row["row_id"])
+
+
+def paid(log: Path) -> Counter[int]:
+    """How often each row was paid for, from the engine's own log."""
+    return Counter(int(line.split("/", 1)[0]) for line in log.read_text().splitlines())

@@ -1,0 +1,109 @@
+import subprocess
+import sys
+
+import pytest
+
+from airflow_batchinfer.errors import SpecError
+
+pytestmark = pytest.mark.airflow_env
+
+FIELDS = {
+    "name": "tickets",
+    "input": {"path": "t.jsonl"},
+    "prompt": {"template": "{{ text }}"},
+    "model": {"name": "m"},
+    "sharding": {"max_parallel_shards": 3},
+    "store": "/s",
+}
+
+
+@pytest.fixture
+def build():
+    from airflow_batchinfer.dag import batch_inference
+
+    return batch_inference
+
+
+def test_order_and_trigger_rules(build):
+    """A red pipeline must not end green: the leaf runs whatever happened, and fails (facts A1, A2, A6)."""
+    dag = build(FIELDS)
+    assert dag.dag_id == "tickets"
+    assert [
+        (t.task_id, sorted(t.upstream_task_ids), t.trigger_rule.value) for t in dag.topological_sort()
+    ] == [
+        ("split", [], "all_success"),
+        ("infer", ["split"], "all_success"),
+        ("reconcile", ["infer"], "all_done"),
+        ("validate", ["reconcile"], "all_success"),
+        ("merge", ["validate"], "all_success"),
+        ("report", ["merge"], "all_done"),
+        ("gate", ["report"], "all_done"),
+    ]
+    assert [t.task_id for t in dag.leaves] == ["gate"]
+
+
+def test_nothing_of_ours_is_templated(build):
+    """Airflow renders XCom values that reach a templated field (fact A9)."""
+    for task in build(FIELDS).tasks:
+        assert tuple(task.template_fields) == (), task.task_id
+
+
+def test_parallelism_pool_and_retries_reach_the_infer_task(build):
+    infer = build(FIELDS, pool="gpus", pool_slots=2, retries=5).get_task("infer")
+    assert infer.partial_kwargs["max_active_tis_per_dagrun"] == 3
+    assert (infer.partial_kwargs["pool"], infer.partial_kwargs["pool_slots"]) == ("gpus", 2)
+    assert infer.partial_kwargs["retries"] == 5
+    assert (
+        build(FIELDS, max_parallel_shards=7).get_task("infer").partial_kwargs["max_active_tis_per_dagrun"]
+        == 7
+    )
+
+
+def test_reconcile_report_and_gate_are_not_retried(build):
+    """Their answer does not change by asking again."""
+    dag = build(FIELDS)
+    assert [dag.get_task(t).retries for t in ("reconcile", "report", "gate")] == [0, 0, 0]
+
+
+def test_task_group_in_somebodys_dag(build):
+    from airflow.sdk import DAG
+
+    with DAG("mine") as dag:
+        group = build(FIELDS, group_id="llm")
+    assert group.group_id == "llm"
+    assert {t.task_id for t in dag.tasks} >= {"llm.split", "llm.infer", "llm.gate"}
+    assert dag.get_task("llm.gate").split_task_id == "llm.split"
+
+
+def test_arguments_that_do_not_fit(build):
+    from airflow.sdk import DAG
+
+    with DAG("mine"), pytest.raises(ValueError, match="no DAG arguments: schedule"):
+        build(FIELDS, group_id="llm", schedule="@daily")
+    with pytest.raises(ValueError, match="give `dag_id`"):
+        build(lambda params: None)
+    with pytest.raises(ValueError, match="unknown runtime 'slurm'"):
+        build(FIELDS, runtime="slurm")
+    with pytest.raises(SpecError, match="did you mean `prompt`"):
+        build(FIELDS | {"promt": {}})
+
+
+def test_conf_keys_are_checked():
+    from airflow_batchinfer.operators.split import check_conf
+
+    check_conf({"input": 1}, ["input", "model"])
+    with pytest.raises(SpecError, match="unknown key `modle`; did you mean `model`") as caught:
+        check_conf({"modle": "x", "input": 1}, ["input", "model"])
+    assert "known keys: input, model" in str(caught.value)
+
+
+def test_parsing_is_light():
+    """The dag-processor parses the file every few seconds: no data or model library may come along."""
+    code = (
+        "import sys, airflow_batchinfer.dag as d, airflow_batchinfer.form\n"
+        f"d.batch_inference({FIELDS!r})\n"
+        "heavy = 'duckdb great_expectations deltalake pyarrow pandas vllm torch kubernetes boto3'.split()\n"
+        "print(*[m for m in heavy if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1].strip() == ""

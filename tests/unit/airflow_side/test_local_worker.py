@@ -1,0 +1,86 @@
+import os
+import sys
+import time
+
+import pytest
+
+from airflow_batchinfer.operators.local_worker import LocalWorker
+
+pytestmark = pytest.mark.airflow_env
+
+
+def run(code, lines):
+    return LocalWorker([sys.executable, "-c", code], os.environ, lines.append)
+
+
+def wait(worker, seconds=30.0):
+    deadline = time.monotonic() + seconds
+    while (code := worker.wait(0.1)) is None:
+        assert time.monotonic() < deadline, "the process did not end"
+    return code
+
+
+def alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    with open(f"/proc/{pid}/stat") as stat:
+        return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
+
+
+def test_passes_on_output_and_keeps_the_workers_own_message():
+    lines = []
+    code = (
+        "import sys, time; print('loading', flush=True);"
+        "sys.stderr.write('batchinfer: bad mo'); sys.stderr.flush();"
+        "time.sleep(0.5); sys.stderr.write('del ü\\n\\nleaked semaphore'); sys.exit(64)"
+    )
+    with run(code, lines) as worker:
+        assert wait(worker) == 64
+        assert worker.message == "bad model ü"
+    assert lines == ["loading", "batchinfer: bad model ü", "leaked semaphore"]
+
+
+def test_without_a_message_the_last_line_stands_in():
+    with run("print('a'); raise SystemExit('KeyError: 1')", []) as worker:
+        assert wait(worker) == 1
+        assert worker.message == "KeyError: 1"
+
+
+def test_terminate_reaches_the_worker_alone():
+    """The engine runs in the worker's process group and must not see the signal."""
+    lines = []
+    code = (
+        "import signal, subprocess, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75 if child.poll() is None else 1))\n"
+        "child = subprocess.Popen(['sleep', '60'])\n"
+        "print(child.pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    with run(code, lines) as worker:
+        while not lines:
+            assert worker.wait(0.1) is None
+        worker.terminate()
+        assert wait(worker) == 75
+        child = int(lines[0])
+        assert alive(child)
+    deadline = time.monotonic() + 10
+    while alive(child) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not alive(child), "what the worker left in its session must be ended"
+
+
+def test_leaving_the_block_ends_a_running_worker():
+    lines = []
+    with run("import os, time; print(os.getpid(), flush=True); time.sleep(60)", lines) as worker:
+        while not lines:
+            worker.wait(0.1)
+    assert not alive(int(lines[0]))
+
+
+def test_is_in_a_session_of_its_own():
+    lines = []
+    with run("import os; print(os.getsid(0) == os.getpid())", lines) as worker:
+        wait(worker)
+    assert lines == ["True"]
