@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from airflow.sdk import conf
 
-from airflow_batchinfer.errors import BatchInferError, ExitCode, WorkerLostError
+from airflow_batchinfer.errors import ExitCode, WorkerLostError
 from airflow_batchinfer.operators.base import BatchInferOperator
-from airflow_batchinfer.operators.bundle import LABEL_VARIABLE, Bundle, label
+from airflow_batchinfer.operators.bundle import Bundle
 from airflow_batchinfer.operators.job import CONFIG_SECTION
 from airflow_batchinfer.operators.local_worker import LocalWorker
-from airflow_batchinfer.operators.retry import retry_name
 from airflow_batchinfer.operators.shard_work import ShardWork, worker_error
+from airflow_batchinfer.operators.task_label import labelled
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
@@ -55,15 +55,10 @@ class InferLocalOperator(BatchInferOperator):
 
     def execute(self, context: Context) -> None:
         """Run the bundle. Raises what `worker_error` gives, with the worker's own message."""
-        variables: dict[str, Any] = context  # type: ignore[assignment]  # a TypedDict, open at run time
-        variables[LABEL_VARIABLE] = label(self.bundle)
-        try:
+        with labelled(context, self.bundle):
             self.use_store_connection()
             work = ShardWork.open(self.bundle)
             self._run_to_commit(work)
-        except BatchInferError as error:
-            variables[LABEL_VARIABLE] += f" · {retry_name(error) or type(error).__name__}"
-            raise
         for line in work.summary():
             self.log.info(line)
 
