@@ -41,8 +41,13 @@ _RESERVED_OUTPUT_COLUMNS = frozenset(
         "output_tokens",
         "cached_tokens",
         "attempts",
-        "run_id",
+        "finished_at",
+        "copy_of",
         "job",
+        "run_id",
+        "run_created_at",
+        "generation",
+        "answered_in",
         "fingerprint",
     }
 )

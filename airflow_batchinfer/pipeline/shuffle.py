@@ -49,6 +49,10 @@ class Shuffle:
         """Write what is still buffered; nothing may be added afterwards."""
         self._flush()
 
+    def partitions(self) -> list[int]:
+        """Numbers that have rows, sorted."""
+        return sorted(self._places)
+
     def __contains__(self, partition: int) -> bool:
         """Whether the partition has rows."""
         return partition in self._places

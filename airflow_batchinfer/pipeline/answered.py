@@ -1,0 +1,153 @@
+"""Answered rows: a shard's input rows, copies included, each beside its answer, as a stream.
+
+Only the shard's answers are held whole; rows and copies go by in batches. A shard's copies may be many
+times its sent rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from airflow_batchinfer.errors import CorruptError
+from airflow_batchinfer.pipeline.answers import positions
+from airflow_batchinfer.run.commit import Commit
+from airflow_batchinfer.run.plan import PlannedShard
+from airflow_batchinfer.run.shard import CARRY, COPIES, CUSTOM_ID, INPUT, PART_SCHEMA, ROW_ID
+from airflow_batchinfer.store import Store
+
+_BATCH_ROWS = 8_192
+
+
+@dataclass(frozen=True)
+class AnsweredBatch:
+    """Some input rows and their answers, line by line.
+
+    Attributes:
+        row_ids: int64.
+        custom_ids: text, or null.
+        carried: by the names of the carried columns.
+        input: the columns that the prompt reads, as a struct.
+        answers: columns of `PART_SCHEMA` without `row_id`.
+        copy_of: row id of the sent row that was paid for; null for a row that was sent itself.
+    """
+
+    row_ids: pa.Array
+    custom_ids: pa.Array
+    carried: dict[str, pa.Array]
+    input: pa.StructArray
+    answers: pa.RecordBatch
+    copy_of: pa.Array
+
+
+def answered_rows(
+    store: Store, shard: PlannedShard, commit: Commit, carried: Sequence[str]
+) -> Iterator[AnsweredBatch]:
+    """All input rows of a shard, sent rows first.
+
+    Raises:
+        CorruptError: a file is missing or damaged, or a row has no answer.
+    """
+    answers = _answers(store, commit)
+    weights = 0
+    for rows in _batches(store, shard.rows_key):
+        weights += pc.sum(rows.column(COPIES)).as_py() or 0
+        yield _beside(store, shard, rows, rows, rows.column(ROW_ID), answers, carried)
+    if shard.copies_key is None:
+        if weights:
+            raise CorruptError(
+                f"{store.uri_of(shard.rows_key)} counts copies, and the plan names no copies file"
+            )
+        return
+    sent = _Inputs(store, shard.rows_key)
+    for copies in _batches(store, shard.copies_key):
+        of = copies.column("copy_of")
+        yield _beside(store, shard, copies, sent.of(of), of, answers, carried)
+
+
+class _Inputs:
+    """The `input` of sent rows by row id: only the rows that have copies are held."""
+
+    def __init__(self, store: Store, key: str) -> None:
+        filesystem, root = store.filesystem()
+        self._rows = pa.Table.from_batches(
+            [
+                batch.filter(pc.greater(batch.column(COPIES), 0))
+                for batch in _batches(store, key, [ROW_ID, COPIES, INPUT])
+            ]
+        )
+        self._ids = self._rows[ROW_ID].to_numpy()
+
+    def of(self, row_ids: pa.Array) -> pa.RecordBatch:
+        """The given rows, in their order; a row may stand there several times."""
+        at, found = positions(self._ids, row_ids.to_numpy())
+        if not found.all():
+            raise CorruptError("a copy points to a row that its shard does not have")
+        return self._rows.take(pa.array(at)).combine_chunks().to_batches()[0]
+
+
+def _beside(
+    store: Store,
+    shard: PlannedShard,
+    own: pa.RecordBatch,
+    sent: pa.RecordBatch,
+    answered_by: pa.Array,
+    answers: pa.Table,
+    carried: Sequence[str],
+) -> AnsweredBatch:
+    at, found = positions(answers[ROW_ID].to_numpy(), answered_by.to_numpy())
+    if not found.all():
+        missing = answered_by.filter(pa.array(~found))
+        raise CorruptError(f"shard {shard.shard}: row_id {missing[0]} has no answer: clear reconcile")
+    inputs = sent.column(INPUT)
+    names = {f.name for f in own.schema.field(CARRY).type} if CARRY in own.schema.names else set()
+    columns = {
+        name: pc.struct_field(own.column(CARRY) if name in names else inputs, name) for name in carried
+    }
+    taken = answers.drop_columns(ROW_ID).take(pa.array(at)).combine_chunks().to_batches()
+    return AnsweredBatch(
+        row_ids=own.column(ROW_ID),
+        custom_ids=own.column(CUSTOM_ID),
+        carried=columns,
+        input=inputs,
+        answers=taken[0],
+        copy_of=answered_by if own is not sent else pa.nulls(own.num_rows, pa.int64()),
+    )
+
+
+def _answers(store: Store, commit: Commit) -> pa.Table:
+    """The commit's answers, each row once: from the first part in its list that has the row."""
+    filesystem, root = store.filesystem()
+    tables: list[pa.Table] = []
+    seen: pa.Array | None = None
+    for part in commit.parts:
+        try:
+            table = pq.read_table(f"{root}/{part.key}", filesystem=filesystem)
+        except (OSError, pa.ArrowInvalid) as error:
+            raise CorruptError(
+                f"{store.uri_of(part.key)} cannot be read: {error}: clear reconcile"
+            ) from error
+        table = table.select(PART_SCHEMA.names).cast(PART_SCHEMA)
+        ids = table[ROW_ID].combine_chunks()
+        if seen is not None and commit.overlapping_rows:
+            table = table.filter(pc.invert(pc.is_in(ids, seen)))
+        seen = ids if seen is None else pa.concat_arrays([seen, ids])
+        tables.append(table)
+    return pa.concat_tables(tables) if tables else PART_SCHEMA.empty_table()
+
+
+def _batches(store: Store, key: str, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
+    filesystem, root = store.filesystem()
+    try:
+        with pq.ParquetFile(
+            f"{root}/{key}", filesystem=filesystem, pre_buffer=False, buffer_size=1 << 20
+        ) as file:
+            for batch in file.iter_batches(_BATCH_ROWS, columns=columns and list(columns)):
+                if batch.num_rows:
+                    yield batch
+    except (OSError, pa.ArrowInvalid) as error:
+        raise CorruptError(f"{store.uri_of(key)} cannot be read: {error}") from error

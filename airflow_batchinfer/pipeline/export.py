@@ -1,0 +1,88 @@
+"""Exports: the results as one plain Parquet, JSONL or CSV file, in input order."""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Iterator
+from pathlib import Path
+
+import duckdb
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from airflow_batchinfer.pipeline.duck import sql_name, sql_text
+from airflow_batchinfer.pipeline.shuffle import Shuffle
+from airflow_batchinfer.run.layout import safe_run_id
+from airflow_batchinfer.run.plan import Plan
+from airflow_batchinfer.spec import ExportSpec
+from airflow_batchinfer.store import open_store
+
+_BUCKET_ROWS = 32_768
+
+
+class OrderedRows:
+    """Results collected in any order and given back by `row_id`, out of core."""
+
+    def __init__(self, folder: Path, schema: pa.Schema) -> None:
+        folder.mkdir()
+        self.schema = schema
+        self._shuffle = Shuffle(folder, schema)
+
+    def add(self, batch: pa.RecordBatch) -> None:
+        """Take results."""
+        buckets = batch.column("row_id").to_numpy() // _BUCKET_ROWS
+        self._shuffle.add(batch, buckets.astype(np.int64))
+
+    def __iter__(self) -> Iterator[pa.RecordBatch]:
+        self._shuffle.finish()
+        for bucket in self._shuffle.partitions():
+            table = self._shuffle.table(bucket)
+            yield from table.take(pc.sort_indices(table["row_id"])).to_batches()
+
+
+def write_exports(plan: Plan, rows: OrderedRows, scratch: Path) -> list[str]:
+    """Write each of the spec's exports; an existing file is replaced whole. Returns their addresses.
+
+    Raises:
+        StoreError: a file cannot be written.
+    """
+    return [_write(plan, export, rows, scratch) for export in plan.spec.export]
+
+
+def export_path(plan: Plan, export: ExportSpec) -> str:
+    """The export's path with the run and the job filled in."""
+    return export.path.replace("{run_id}", safe_run_id(plan.run_id)).replace("{job}", plan.job)
+
+
+def _write(plan: Plan, export: ExportSpec, rows: OrderedRows, scratch: Path) -> str:
+    path = export_path(plan, export)
+    local = scratch / f"export.{export.format}"
+    if export.format == "parquet":
+        with pq.ParquetWriter(local, rows.schema, compression="zstd") as writer:
+            for batch in rows:
+                writer.write_batch(batch)
+    else:
+        _write_text(export.format, rows, local)
+    folder, name = posixpath.split(path)
+    store = open_store(folder or ".", plan.spec.storage_options if folder.startswith("s3://") else None)
+    store.put_file(local, name)
+    return store.uri_of(name)
+
+
+def _write_text(format_: str, rows: OrderedRows, local: Path) -> None:
+    reader = pa.RecordBatchReader.from_batches(rows.schema, iter(rows))
+    options = "FORMAT json" if format_ == "jsonl" else "FORMAT csv, HEADER"
+    columns = ", ".join(_column(f, format_) for f in rows.schema)
+    with duckdb.connect(config={"threads": 1, "memory_limit": "400MB"}) as connection:
+        connection.register("results", reader)
+        connection.execute(f"COPY (SELECT {columns} FROM results) TO {sql_text(str(local))} ({options})")
+
+
+def _column(field: pa.Field, format_: str) -> str:
+    """CSV has no nested values: there they are JSON text."""
+    name = sql_name(field.name)
+    if format_ == "csv" and pa.types.is_nested(field.type):
+        return f"to_json({name}) AS {name}"
+    return name

@@ -1,0 +1,208 @@
+"""Delta tables: one atomic commit a publication, and no lost update when two publish at once."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import pyarrow as pa
+from deltalake import CommitProperties, DeltaTable, Transaction, write_deltalake
+from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundError
+
+from airflow_batchinfer.errors import BatchInferError, StoreError
+from airflow_batchinfer.store import Store
+
+_ATTEMPTS = 8
+"""Of one publication, when others commit to the same rows at the same time."""
+
+
+@dataclass(frozen=True)
+class Publication:
+    """Rows that take the place of all rows matching `where` (partition column to value).
+
+    `batches` is called once an attempt, after the table's state was read, and may look at the table.
+    An error that it raises stops the publication: nothing of it becomes visible.
+    """
+
+    schema: pa.Schema
+    batches: Callable[[DeltaTable | None], Iterator[pa.RecordBatch]]
+    where: Mapping[str, str]
+    partition_by: Sequence[str]
+    writer: str
+    """Publications with the same writer never go through at once: the later one starts again."""
+
+
+def open_table(store: Store, key: str) -> DeltaTable | None:
+    """The Delta table at `key`; none if there is none yet.
+
+    Raises:
+        StoreError: it cannot be read.
+    """
+    try:
+        return DeltaTable(store.uri_of(key), storage_options=store.delta_options() or None)
+    except TableNotFoundError:
+        return None
+    except (DeltaError, OSError, ValueError) as error:
+        raise StoreError(f"cannot read the table {store.uri_of(key)}: {error}") from error
+
+
+def publish(store: Store, key: str, publication: Publication) -> int:
+    """Write a publication as one commit; returns the table's version with it.
+
+    Raises:
+        StoreError: the table cannot be written, its columns have other types, or others kept
+            committing to the same rows.
+        BatchInferError: whatever the batches raised.
+    """
+    uri = store.uri_of(key)
+    for attempt in range(1, _ATTEMPTS + 1):
+        table = open_table(store, key)
+        if table is not None:
+            _check_types(table, publication.schema, uri)
+        carried = _Carried(publication.batches(table))
+        try:
+            _write(store, uri, table, publication, carried)
+        except CommitFailedError as error:
+            if attempt == _ATTEMPTS:
+                raise StoreError(
+                    f"cannot commit to {uri}: others kept writing the same rows ({error}); run it again"
+                ) from error
+            time.sleep(random.uniform(0.1, 0.5) * attempt)
+            continue
+        except (DeltaError, OSError, ValueError) as error:
+            if carried.error is not None:
+                raise carried.error from error
+            if table is None and open_table(store, key) is not None:
+                continue  # another publication made the table meanwhile
+            raise StoreError(f"cannot write the table {uri}: {error}") from error
+        written = open_table(store, key)
+        assert written is not None
+        return int(written.version())
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _write(
+    store: Store, uri: str, table: DeltaTable | None, publication: Publication, carried: _Carried
+) -> None:
+    version = 0 if table is None else (table.transaction_version(publication.writer) or 0) + 1
+    properties = CommitProperties(app_transactions=[Transaction(publication.writer, version)])
+    data = pa.RecordBatchReader.from_batches(publication.schema, carried)
+    if table is None:
+        write_deltalake(
+            uri,
+            data,
+            mode="error",
+            partition_by=list(publication.partition_by),
+            storage_options=store.delta_options() or None,
+            commit_properties=properties,
+        )
+    else:
+        write_deltalake(
+            table,
+            data,
+            mode="overwrite",
+            schema_mode="merge",
+            predicate=" AND ".join(f"{_name(k)} = {_text(v)}" for k, v in publication.where.items()),
+            commit_properties=properties,
+        )
+
+
+class _Carried:
+    """An iterator that keeps the error it died of: Rust hands only its text on."""
+
+    def __init__(self, batches: Iterator[pa.RecordBatch]) -> None:
+        self._batches = batches
+        self.error: BatchInferError | OSError | None = None
+
+    def __iter__(self) -> Iterator[pa.RecordBatch]:
+        try:
+            yield from self._batches
+        except (BatchInferError, OSError) as error:
+            self.error = error
+            raise
+
+
+def check_table_types(store: Store, key: str, schema: pa.Schema) -> None:
+    """Fail if rows of `schema` cannot be published to the table at `key`.
+
+    Raises:
+        StoreError: names the column, both types and the remedy.
+    """
+    table = open_table(store, key)
+    if table is not None:
+        _check_types(table, schema, store.uri_of(key))
+
+
+def _check_types(table: DeltaTable, schema: pa.Schema, uri: str) -> None:
+    have = table_schema(table)
+    for field in schema:
+        if field.name not in have.names:
+            continue
+        kind = have.field(field.name).type
+        if not _same(kind, field.type):
+            raise StoreError(
+                f"{uri}: column `{field.name}` of the table is {kind}, and this run's is {field.type}: "
+                "choose another `output.column` or `output.carry_prefix`, or another job name"
+            )
+
+
+def table_schema(table: DeltaTable) -> pa.Schema:
+    """The table's schema in Arrow's types."""
+    return pa.schema(table.schema().to_arrow())
+
+
+def _same(one: pa.DataType, other: pa.DataType) -> bool:
+    """Equal but for nullability and names inside lists, which Delta does not keep."""
+    if pa.types.is_struct(one) and pa.types.is_struct(other):
+        names = [f.name for f in one.fields]
+        return names == [f.name for f in other.fields] and all(
+            _same(one.field(n).type, other.field(n).type) for n in names
+        )
+    if pa.types.is_list(one) and pa.types.is_list(other):
+        return _same(one.value_type, other.value_type)
+    if pa.types.is_map(one) and pa.types.is_map(other):
+        return _same(one.key_type, other.key_type) and _same(one.item_type, other.item_type)
+    return bool(one == other)
+
+
+def delta_type(kind: pa.DataType) -> pa.DataType:
+    """The type in which Delta keeps a column: the nearest that holds all its values.
+
+    Only nanoseconds are lost (Delta has microseconds); exports keep them.
+    """
+    types = pa.types
+    if types.is_dictionary(kind) or types.is_run_end_encoded(kind):
+        return delta_type(kind.value_type)
+    if types.is_large_string(kind) or types.is_string_view(kind):
+        return pa.string()
+    if types.is_large_binary(kind) or types.is_fixed_size_binary(kind) or types.is_binary_view(kind):
+        return pa.binary()
+    if types.is_timestamp(kind):
+        return pa.timestamp("us", "UTC" if kind.tz else None)
+    if types.is_date64(kind):
+        return pa.date32()
+    if types.is_unsigned_integer(kind):
+        return {8: pa.int16(), 16: pa.int32(), 32: pa.int64()}.get(kind.bit_width, pa.decimal128(20, 0))
+    if types.is_float16(kind):
+        return pa.float32()
+    if types.is_time(kind) or types.is_duration(kind) or types.is_decimal256(kind) or types.is_null(kind):
+        return pa.string()
+    if types.is_decimal(kind):
+        return pa.decimal128(kind.precision, kind.scale)
+    if types.is_struct(kind):
+        return pa.struct([pa.field(f.name, delta_type(f.type)) for f in kind.fields])
+    if types.is_map(kind):
+        return pa.map_(delta_type(kind.key_type), delta_type(kind.item_type))
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        return pa.list_(delta_type(kind.value_type))
+    return kind
+
+
+def _name(column: str) -> str:
+    return '"' + column.replace('"', '""') + '"'
+
+
+def _text(value: str) -> str:
+    return "'" + value.replace("'", "''") + "'"

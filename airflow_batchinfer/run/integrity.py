@@ -1,0 +1,51 @@
+"""Integrity: whether the objects a commit names still are what the commit says.
+
+A commit whose parts do not verify is not a commit: whoever finds one says so, and the next worker of
+the shard withdraws it and sends again only the rows that were lost.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+from airflow_batchinfer.run.commit import Commit, CommittedPart
+from airflow_batchinfer.run.layout import RunLayout
+from airflow_batchinfer.store import Store
+
+_CHUNK_BYTES = 4 * 1024 * 1024
+
+
+def part_problem(store: Store, part: CommittedPart) -> str | None:
+    """What is wrong with a part, naming it; none if its size and SHA-256 are the commit's."""
+    filesystem, root = store.filesystem()
+    uri = store.uri_of(part.key)
+    try:
+        digest, size = hashlib.sha256(), 0
+        with filesystem.open_input_stream(f"{root}/{part.key}", compression=None, buffer_size=None) as stream:
+            while chunk := stream.read(_CHUNK_BYTES):
+                digest.update(chunk)
+                size += len(chunk)
+    except FileNotFoundError:
+        return f"{uri} is missing"
+    except OSError as error:
+        return f"{uri} cannot be read: {error}"
+    if size != part.bytes:
+        return f"{uri} has {size} bytes, its commit says {part.bytes}"
+    if digest.hexdigest() != part.sha256:
+        return f"{uri} has changed since it was committed (its SHA-256 differs)"
+    return None
+
+
+def commit_problems(store: Store, commit: Commit) -> list[str]:
+    """What is wrong with a commit's parts; empty if all verify. Reads each part once, in a stream."""
+    return [problem for part in commit.parts if (problem := part_problem(store, part))]
+
+
+def withdraw_commit(store: Store, layout: RunLayout, commit: Commit) -> None:
+    """Take a damaged commit out of every reader's sight; a copy stays beside it for people.
+
+    Only for a commit with problems: readers choose among the rest from now on.
+    """
+    withdrawn = f"{layout.attempt(commit.shard, commit.epoch)}/commit.withdrawn.json"
+    commit.write(store, withdrawn)
+    store.delete(layout.commit(commit.shard, commit.epoch))
