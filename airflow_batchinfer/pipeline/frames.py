@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import pyarrow as pa
 import pyarrow.compute as pc
 
 from airflow_batchinfer.pipeline.answers import ShardAnswers
 from airflow_batchinfer.pipeline.sampling import sample
+from airflow_batchinfer.pipeline.vectors import measure_vectors
 from airflow_batchinfer.run.outcome import Outcome
 from airflow_batchinfer.run.shard import CUSTOM_ID, ROW_ID
 from airflow_batchinfer.spec import EmbedTask, JobSpec, JsonTask
@@ -64,7 +64,7 @@ def build_frame(shard: ShardAnswers, columns: Collection[str], most_rows: int) -
         if name in _NUMBERS:
             series[name] = table[name].to_pandas()
     if "vector" in answers:
-        lengths, norms = _measure_vectors(table["vector"])
+        lengths, norms = measure_vectors(table["vector"])
         series |= {f"{out}.length": lengths, f"{out}.norm": norms}
     if "output" in answers:
         series[out] = table["output"].to_pandas()
@@ -72,16 +72,6 @@ def build_frame(shard: ShardAnswers, columns: Collection[str], most_rows: int) -
     for name, column in carried.items():
         series[name] = table[column].to_pandas()
     return pd.DataFrame(series)
-
-
-def _measure_vectors(vectors: pa.ChunkedArray) -> tuple[Any, Any]:
-    """Length and Euclidean norm of each vector."""
-    lengths = pc.list_value_length(vectors).to_numpy()
-    flat = pc.list_flatten(vectors).to_numpy().astype(np.float64)
-    starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]) if len(lengths) else np.empty(0, np.int64)
-    squares = np.concatenate([np.square(flat), [0.0]])
-    norms = np.sqrt(np.add.reduceat(squares, starts)) if len(starts) else np.empty(0)
-    return lengths, norms
 
 
 def _properties(texts: pd.Series[Any], out: str, columns: Collection[str]) -> dict[str, list[Any]]:

@@ -14,15 +14,22 @@ from pydantic import Field
 
 from airflow_batchinfer.pipeline.answers import ShardAnswers, copies_of, shards_of
 from airflow_batchinfer.pipeline.histogram import Histogram
+from airflow_batchinfer.pipeline.vectors import measure_vectors
 from airflow_batchinfer.run.document import Document
 from airflow_batchinfer.run.outcome import Outcome
 from airflow_batchinfer.run.plan import Plan
 from airflow_batchinfer.run.shard import ROW_ID
-from airflow_batchinfer.spec import ChoiceTask
+from airflow_batchinfer.spec import ChoiceTask, EmbedTask, GenerateTask
 from airflow_batchinfer.store import Store
 
 _COUNTED = ("outcome", "reason", "finish_reason")
 _NUMBERS = ("prompt_tokens", "output_tokens", "cached_tokens", "attempts")
+
+_REFUSAL = (
+    r"^\W*(i'?m sorry|i am sorry|sorry,|i apologi[sz]e|as an ai\b|i('m| am) (not able|unable)|"
+    r"i can(no|')t (help|assist|answer|provide|comply))"
+)
+"""How a model's refusal begins, in English. A hint, not a proof."""
 
 
 class Profile(Document):
@@ -34,8 +41,10 @@ class Profile(Document):
     reasons: dict[str, int] = Field(default_factory=dict, description="By reason of the dead.")
     finish_reasons: dict[str, int] = Field(default_factory=dict, description="Of rows that succeeded.")
     labels: dict[str, int] = Field(default_factory=dict, description="`choice`: answers that succeeded.")
+    refusals: int = Field(0, description="`generate`: answers that succeeded but refuse, by their words.")
     prompt_tokens: Histogram = Histogram()
     output_tokens: Histogram = Histogram()
+    vector_norms: Histogram = Field(Histogram(), description="`embed`: norms in thousandths.")
     cached_tokens: int = 0
     retried: int = Field(0, description="Sent rows that took more than one attempt.")
     saved_tokens: int = Field(0, description="Tokens that copies would have cost.")
@@ -49,8 +58,10 @@ class Profile(Document):
             reasons=_sum(self.reasons, other.reasons),
             finish_reasons=_sum(self.finish_reasons, other.finish_reasons),
             labels=_sum(self.labels, other.labels),
+            refusals=self.refusals + other.refusals,
             prompt_tokens=self.prompt_tokens.plus(other.prompt_tokens),
             output_tokens=self.output_tokens.plus(other.output_tokens),
+            vector_norms=self.vector_norms.plus(other.vector_norms),
             cached_tokens=self.cached_tokens + other.cached_tokens,
             retried=self.retried + other.retried,
             saved_tokens=self.saved_tokens + other.saved_tokens,
@@ -59,8 +70,10 @@ class Profile(Document):
 
 def profile_shard(shard: ShardAnswers) -> Profile:
     """The profile of one shard's durable answers. Raises `CorruptError`."""
-    labelled = isinstance(shard.plan.spec.task, ChoiceTask)
-    table = shard.answers([*_COUNTED, *_NUMBERS, *(["output"] if labelled else [])])
+    task = shard.plan.spec.task
+    labelled, free, embeds = (isinstance(task, t) for t in (ChoiceTask, GenerateTask, EmbedTask))
+    answer = ["vector"] if embeds else ["output"] if labelled or free else []
+    table = shard.answers([*_COUNTED, *_NUMBERS, *answer])
     if table.num_rows == 0:
         return Profile()
     copies = copies_of(shard, table[ROW_ID].to_numpy())
@@ -76,6 +89,8 @@ def profile_shard(shard: ShardAnswers) -> Profile:
         reasons=_tally(table["reason"], weight),
         finish_reasons=_tally(table["finish_reason"].filter(good), weight.filter(_flat(good))),
         labels=_tally(table["output"].filter(good), weight.filter(_flat(good))) if labelled else {},
+        refusals=_refusals(table["output"].filter(good), weight.filter(_flat(good))) if free else 0,
+        vector_norms=_norms(table["vector"].filter(good)) if embeds else Histogram(),
         prompt_tokens=Histogram.of(prompt[ran]),
         output_tokens=Histogram.of(output[ran]),
         cached_tokens=int(table["cached_tokens"].to_numpy().sum()),
@@ -97,6 +112,16 @@ def _tally(values: pa.ChunkedArray, weight: pa.Array) -> dict[str, int]:
     grouped = pa.table({"value": values, "weight": weight}).group_by("value").aggregate([("weight", "sum")])
     pairs = zip(grouped["value"].to_pylist(), grouped["weight_sum"].to_pylist(), strict=True)
     return {value: int(n) for value, n in sorted(pairs, key=lambda p: str(p[0])) if value is not None}
+
+
+def _refusals(outputs: pa.ChunkedArray, weight: pa.Array) -> int:
+    refuses = pc.match_substring_regex(outputs, _REFUSAL, ignore_case=True)
+    return int(pc.sum(weight.filter(_flat(pc.fill_null(refuses, False)))).as_py() or 0)
+
+
+def _norms(vectors: pa.ChunkedArray) -> Histogram:
+    _, norms = measure_vectors(vectors)
+    return Histogram.of(np.round(norms * 1000).astype(np.int64))
 
 
 def _flat(mask: pa.ChunkedArray) -> pa.Array:

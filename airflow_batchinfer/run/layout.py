@@ -51,6 +51,11 @@ class RunLayout:
         return f"{self.folder}/validation.json"
 
     @property
+    def pilot(self) -> str:
+        """The judgement on the pilot."""
+        return f"{self.folder}/pilot.json"
+
+    @property
     def merge(self) -> str:
         """What merge published."""
         return f"{self.folder}/merge.json"

@@ -11,6 +11,7 @@ from markupsafe import Markup
 
 from airflow_batchinfer.pipeline.histogram import EDGES, Histogram
 from airflow_batchinfer.pipeline.report.model import Stage
+from airflow_batchinfer.pipeline.words import duration
 
 _WIDTH = 700
 _HALF = 480
@@ -138,18 +139,6 @@ def confusion(labels: Sequence[str], matrix: Sequence[Sequence[int]]) -> Markup:
                 )
     side = len(labels) * cell
     return _svg(left + side + 60, top + side, marks, "Confusion matrix")
-
-
-def duration(seconds: float) -> str:
-    """Seconds in words: `0.4 s`, `42 s`, `3 min 20 s`, `2 h 05 min`."""
-    if seconds < 10:
-        return f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
 def _merge_buckets(values: Histogram) -> list[tuple[int, int, int]]:

@@ -7,6 +7,7 @@ import jinja2
 from airflow_batchinfer.pipeline.report import charts
 from airflow_batchinfer.pipeline.report.build import build_report
 from airflow_batchinfer.pipeline.report.model import Report
+from airflow_batchinfer.pipeline.words import duration
 from airflow_batchinfer.run.layout import RunLayout
 from airflow_batchinfer.run.plan import Plan
 from airflow_batchinfer.store import Store
@@ -37,7 +38,7 @@ def render_html(report: Report) -> str:
         lstrip_blocks=True,
     )
     environment.globals.update(charts=charts)
-    environment.filters.update(number=_number, duration=charts.duration, share=_share)
+    environment.filters.update(number=_number, duration=duration, share=_share)
     return environment.get_template("report.html.j2").render(r=report)
 
 

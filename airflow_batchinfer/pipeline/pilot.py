@@ -1,0 +1,254 @@
+"""Judge the pilot: may the fleet start? With the evidence, and a forecast of what it will cost."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from typing import Literal
+
+from pydantic import Field
+
+from airflow_batchinfer.errors import GateError, IncompleteRunError
+from airflow_batchinfer.pipeline.answers import ShardAnswers, shards_of
+from airflow_batchinfer.pipeline.forecast import Forecast, Interval, forecast
+from airflow_batchinfer.pipeline.labels import LabelCounter, LabelScores
+from airflow_batchinfer.pipeline.profile import Profile, profile_shard
+from airflow_batchinfer.pipeline.shown import RowPicker, ShownRow, cut
+from airflow_batchinfer.pipeline.statistics import wilson
+from airflow_batchinfer.pipeline.verdict import Check
+from airflow_batchinfer.pipeline.words import duration
+from airflow_batchinfer.run.document import Document
+from airflow_batchinfer.run.layout import RunLayout
+from airflow_batchinfer.run.outcome import Outcome, Reason
+from airflow_batchinfer.run.plan import Plan
+from airflow_batchinfer.spec import JobSpec
+from airflow_batchinfer.store import Store
+
+_WORST = 5
+
+
+class PilotVerdict(Document):
+    """What the pilot showed. Counts are of input rows, as everywhere."""
+
+    format_version: int = 1
+    created_at: str
+    shard: int | None = Field(description="The pilot's shard; none if the plan has no pilot.")
+    success: bool
+    approval: Literal["none", "required"] = "none"
+    message: str = Field(description="One sentence for the log.")
+    checks: list[Check] = Field(default_factory=list)
+    profile: Profile = Profile()
+    labels: LabelScores | None = None
+    forecast: Forecast | None = None
+    spent_tokens: int = Field(0, description="What the pilot paid.")
+    worst: list[ShownRow] = Field(default_factory=list, description="Rows to look at, prompts as rendered.")
+
+
+def judge_pilot(store: Store, folder: str) -> PilotVerdict:
+    """Judge the pilot of the run at `folder` by the job's `gate`, and write `pilot.json`.
+
+    A plan without a pilot (none asked for, or the input is too small) passes.
+
+    Raises:
+        IncompleteRunError: the pilot's shard has no commit.
+        GateError: a limit is broken; names it, what was spent and saved, and the worst rows.
+        CorruptError: a part cannot be read.
+    """
+    layout = RunLayout(folder)
+    plan = Plan.read(store, layout.plan)
+    number = next((s.shard for s in plan.shards if s.pilot), None)
+    if number is None:
+        verdict = PilotVerdict(
+            created_at=_now(), shard=None, success=True, message="The plan has no pilot: nothing to judge."
+        )
+        verdict.write(store, layout.pilot)
+        return verdict
+    shard = next(shards_of(store, plan, [number]))
+    if shard.commit is None:
+        raise IncompleteRunError(
+            f"the pilot (shard {number:04d} of {folder}) has no commit: clear the pilot's task"
+        )
+    verdict = _judge(plan, shard)
+    verdict.write(store, layout.pilot)
+    if not verdict.success:
+        raise GateError(verdict.message)
+    return verdict
+
+
+def read_pilot(store: Store, folder: str) -> PilotVerdict | None:
+    """The judgement that `judge_pilot` left, or none. Raises `CorruptError`."""
+    try:
+        return PilotVerdict.read(store, RunLayout(folder).pilot)
+    except FileNotFoundError:
+        return None
+
+
+def _judge(plan: Plan, shard: ShardAnswers) -> PilotVerdict:
+    profile = profile_shard(shard)
+    counter = LabelCounter(plan.spec)
+    counter.see(shard)
+    scores = counter.scores()
+    expected = forecast(plan, shard)
+    checks = [
+        *_shares(plan.spec, profile, _most_frequent(shard)),
+        *_accuracy(plan.spec, scores),
+        *_budget(plan.spec, expected),
+    ]
+    spent = profile.prompt_tokens.total + profile.output_tokens.total
+    worst = _worst_rows(shard)
+    return PilotVerdict(
+        created_at=_now(),
+        shard=shard.planned.shard,
+        success=not any(c.blocks for c in checks),
+        approval=plan.spec.gate.approval,
+        message=_message(checks, profile, expected, spent, worst),
+        checks=checks,
+        profile=profile,
+        labels=scores,
+        forecast=expected,
+        spent_tokens=spent,
+        worst=worst,
+    )
+
+
+def _shares(spec: JobSpec, profile: Profile, identical: int) -> Iterator[Check]:
+    rows = profile.rows
+    good = profile.counts.get(Outcome.SUCCEEDED, 0)
+    worst = max(profile.reasons, key=lambda r: profile.reasons[r], default=None)
+    mostly = f", mostly {worst} ({profile.reasons[worst]:,})" if worst else ""
+    cut_off = profile.finish_reasons.get("length", 0) + profile.reasons.get(Reason.TRUNCATED_OUTPUT, 0)
+    for field, name, count, more in (
+        ("max_dead_fraction", "pilot rows that did not succeed", rows - good, mostly),
+        ("max_empty_fraction", "blank outputs", profile.reasons.get(Reason.EMPTY_OUTPUT, 0), ""),
+        ("max_length_fraction", "answers cut at `sampling.max_tokens`", cut_off, ""),
+        ("max_refusal_fraction", "refusals", profile.refusals, ""),
+        ("max_identical_fraction", "rows with the most frequent output", identical, ""),
+    ):
+        limit: float | None = getattr(spec.gate, field)
+        if limit is None:
+            continue
+        low, high = wilson(count, rows)
+        share = count / rows if rows else 0.0
+        yield Check(
+            name=name,
+            kind=f"gate.{field}",
+            origin="limit",
+            success=share <= limit,
+            observed=f"{share:.1%} ({count:,} of {rows:,}; {low:.0%} to {high:.0%} in the run){more}",
+            required=f"at most {limit:.1%} (`gate.{field}`)",
+            checked=rows,
+            unexpected=count,
+        )
+
+
+def _accuracy(spec: JobSpec, scores: LabelScores | None) -> Iterator[Check]:
+    limit = spec.gate.min_accuracy
+    if limit is None:
+        return
+    if scores is None:
+        observed = "no pilot row has both an answer and a true label"
+    else:
+        low, high = wilson(scores.correct, scores.rows)
+        observed = (
+            f"{scores.accuracy:.1%} ({scores.correct:,} of {scores.rows:,} rows; "
+            f"{low:.0%} to {high:.0%} in the run)"
+        )
+    yield Check(
+        name=f"accuracy against `{spec.input.truth}`",
+        kind="gate.min_accuracy",
+        origin="limit",
+        success=scores is not None and scores.accuracy >= limit,
+        observed=observed,
+        required=f"at least {limit:.1%} (`gate.min_accuracy`)",
+        checked=scores.rows if scores else 0,
+    )
+
+
+def _budget(spec: JobSpec, expected: Forecast) -> Iterator[Check]:
+    """Forecast against budget. An amount that the pilot cannot tell is no reason to stop."""
+    gate = spec.gate
+    hours = 3600.0
+    for field, name, limit, amount, unit in (
+        ("max_tokens", "forecast tokens", gate.max_tokens, expected.tokens, 1.0),
+        ("max_held_hours", "forecast worker hours", gate.max_held_hours, expected.held_seconds, hours),
+        ("max_hours", "forecast hours", gate.max_hours, expected.wall_seconds, hours),
+        ("max_cost", f"forecast cost in {expected.currency}", gate.max_cost, expected.cost, 1.0),
+    ):
+        if limit is None:
+            continue
+        yield Check(
+            name=name,
+            kind=f"gate.{field}",
+            origin="limit",
+            severity="critical" if amount else "warning",
+            success=amount is not None and amount.expected / unit <= limit,
+            observed=_range(amount, unit) if amount else "the pilot was too short to tell",
+            required=f"at most {limit:,.10g} (`gate.{field}`)",
+        )
+
+
+def _range(amount: Interval, unit: float) -> str:
+    low, expected, high = (_amount(v / unit) for v in (amount.low, amount.expected, amount.high))
+    return f"{expected} ({low} to {high})"
+
+
+def _amount(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _message(
+    checks: Sequence[Check],
+    profile: Profile,
+    expected: Forecast,
+    spent: int,
+    worst: Sequence[ShownRow],
+) -> str:
+    failed = [c for c in checks if c.blocks]
+    if not failed:
+        held = "" if expected.held_seconds is None else f", {duration(expected.held_seconds.expected)} held"
+        cost = "" if expected.cost is None else f", {_range(expected.cost, 1)} {expected.currency}"
+        return (
+            f"The pilot passed: {profile.counts.get(Outcome.SUCCEEDED, 0):,} of {profile.rows:,} rows "
+            f"succeeded; forecast for the run: {_range(expected.tokens, 1)} tokens{held}{cost}."
+        )
+    faults = "; ".join(f"{c.name}: {c.observed}, required {c.required}" for c in failed)
+    saved = max(0.0, expected.tokens.expected - spent)
+    shown = "; ".join(_in_short(row) for row in worst[:3])
+    return (
+        f"The pilot failed, so the fleet was not started: {faults}. Spent {spent:,} tokens, saved about "
+        f"{saved:,.0f}. {'For instance ' + shown + '. ' if shown else ''}"
+        "Fix the job and start a new run, or change `gate` and clear split with its downstream tasks."
+    )
+
+
+def _in_short(row: ShownRow) -> str:
+    prompt = row.prompt[-1]["content"] if row.prompt else ""
+    what = f"{row.reason}: {row.message}" if row.reason else "succeeded"
+    return f"row {row.row_id} ({what}): prompt {_one_line(prompt)} gave {_one_line(row.output or '')}"
+
+
+def _one_line(text: str) -> str:
+    """Text as a short quoted line: what it holds must not look like another line of a log."""
+    return repr(cut(text, 200))
+
+
+def _worst_rows(shard: ShardAnswers) -> list[ShownRow]:
+    """Dead rows first, of each reason in turn; then rows that succeeded."""
+    picker = RowPicker(_WORST, _WORST, seed=0)
+    picker.see(shard)
+    opened = {shard.planned.shard: shard}
+    dead = picker.dead(opened)
+    in_turn = [row for i in range(_WORST) for rows in dead.values() for row in rows[i : i + 1]]
+    return [*in_turn, *picker.succeeded(opened)][:_WORST]
+
+
+def _most_frequent(shard: ShardAnswers) -> int:
+    """Sent rows that have the most frequent output."""
+    outputs = shard.answers(["output"])["output"].drop_null()
+    counted: Counter[str] = Counter(outputs.to_pylist())
+    return counted.most_common(1)[0][1] if counted else 0
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
