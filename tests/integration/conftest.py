@@ -39,7 +39,7 @@ def airflow(tmp_path_factory: pytest.TempPathFactory, airflow_store: Path) -> It
         "BATCHINFER_TEST_WORKER_PYTHON": str(worker_python()),
     }
     with AirflowStack(home, dags, env=env) as stack:
-        for dag_id in ("any_job", "batch_inference", "nightly_tickets"):
+        for dag_id in ("any_job",):
             stack.api.wait_for_dag(dag_id)
         yield stack.api
 

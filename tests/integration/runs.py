@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow.parquet as pq
 
+from airflow_batchinfer.run.commit import chosen_commit
 from airflow_batchinfer.run.layout import RunLayout, run_dir
 from airflow_batchinfer.run.plan import Plan
 from airflow_batchinfer.store import LocalStore
+
+T = TypeVar("T")
 
 
 def write_input(path: Path, texts: Iterable[str]) -> Path:
@@ -66,12 +70,58 @@ class StoredRun:
         parts = sorted((self.folder / "shards" / f"{shard:05d}").glob("*/part-*.parquet"))
         return Counter(row for part in parts for row in pq.read_table(part)["row_id"].to_pylist())
 
+    def commit_of(self, shard: int) -> dict[str, Any]:
+        """The commit that readers choose."""
+        commit = chosen_commit(self.store, self.layout, shard, self.plan.fingerprint)
+        assert commit is not None
+        return commit.model_dump(mode="json")
+
     def results(self) -> list[dict[str, Any]]:
         """The job's results table, all runs."""
-        import deltalake
+        return _table(self.folder.parents[1] / "results")
 
-        rows = deltalake.DeltaTable(str(self.folder.parents[1] / "results")).to_pyarrow_table().to_pylist()
-        return sorted(rows, key=lambda row: row["row_id"])
+    def dead_letters(self) -> list[dict[str, Any]]:
+        """This job's dead letters."""
+        return [row for row in _table(Path(self.store.uri) / "dead_letters") if row["job"] == self.job]
+
+
+def _table(folder: Path) -> list[dict[str, Any]]:
+    import deltalake
+
+    rows = deltalake.DeltaTable(str(folder)).to_pyarrow_table().to_pylist()
+    return sorted(rows, key=lambda row: row["row_id"])
+
+
+def wait_until(condition: Callable[[], T | None], what: str, timeout: float = 120.0) -> T:
+    """The condition's first true value."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        found = condition()
+        if found:
+            return found
+        time.sleep(0.1)
+    raise AssertionError(f"not within {timeout:.0f} s: {what}")
+
+
+def worker_of(folder: str, shard: int) -> int | None:
+    """Pid of the running worker of a shard, from its command line; none if there is none."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            arguments = path.read_bytes().decode(errors="replace").split("\0")
+        except OSError:
+            continue
+        if (
+            "airflow_batchinfer.worker" in arguments
+            and folder in arguments
+            and arguments[arguments.index("--shards") + 1] == str(shard)
+        ):
+            return int(path.parent.name)
+    return None
+
+
+def parent_of(pid: int) -> int:
+    """Pid of the process that started `pid`: for a worker, Airflow's task."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
 
 
 def paid(log: Path) -> Counter[int]:

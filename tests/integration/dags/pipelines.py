@@ -10,24 +10,28 @@ from airflow.sdk import DAG, Param, task
 
 from airflow_batchinfer.dag import batch_inference
 from airflow_batchinfer.spec import JobSpec
+from airflow_batchinfer.spec_files import load_spec
 
-NO_SPEC = {"spec": Param({}, type="object")}
+PARAMS = {
+    "spec": Param(None, type=["object", "null"], description="Fields of the job."),
+    "file": Param(None, type=["string", "null"], description="Or a file that holds them."),
+}
 
 
 def job_of_conf(params: dict[str, Any]) -> JobSpec:
-    return JobSpec.parse(params["spec"])
+    return load_spec(params["file"]) if params["file"] else JobSpec.parse(params["spec"])
 
 
-any_job = batch_inference(job_of_conf, dag_id="any_job", params=NO_SPEC, retries=0)
+any_job = batch_inference(job_of_conf, dag_id="any_job", params=PARAMS, retries=0)
 
 retried_job = batch_inference(
-    job_of_conf, dag_id="retried_job", params=NO_SPEC, retries=1, retry_delay=timedelta(seconds=1)
+    job_of_conf, dag_id="retried_job", params=PARAMS, retries=1, retry_delay=timedelta(seconds=1)
 )
 
 model_job = batch_inference(
     job_of_conf,
     dag_id="model_job",
-    params=NO_SPEC,
+    params=PARAMS,
     retries=0,
     infer_arguments={
         "worker_python": os.environ.get("BATCHINFER_TEST_WORKER_PYTHON"),
@@ -35,7 +39,7 @@ model_job = batch_inference(
     },
 )
 
-with DAG("somebodys_own", params=NO_SPEC) as somebodys_own:
+with DAG("somebodys_own", params=PARAMS) as somebodys_own:
 
     @task
     def before() -> str:
