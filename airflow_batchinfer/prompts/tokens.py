@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from airflow_batchinfer.errors import SpecError
@@ -18,6 +20,8 @@ _LENGTH_KEYS = (
     "max_target_positions",
 )
 """Where models' configurations say how long a sequence may be; the order vLLM looks in."""
+
+_SENTENCE_CONFIG = "sentence_bert_config.json"
 
 _PROBE_TAILS = ("", " ", "\n", "text", " text", "\n\ntext", "Ünï 漢字", "<|im_end|>", "</s>", "'s", "123")
 
@@ -59,12 +63,31 @@ def context_length(spec: JobSpec) -> int:
         ).get_text_config()
     except (OSError, ValueError) as error:
         raise SpecError(f"model.name: no configuration can be loaded from `{model.name}`: {error}") from error
+    if isinstance(spec.task, EmbedTask) and (trained := _trained_length(spec)):
+        return trained
     lengths = [v for k in _LENGTH_KEYS if isinstance(v := getattr(config, k, None), int) and v > 0]
     if not lengths:
         raise SpecError(
             f"model.engine.max_model_len: set it; `{model.name}` does not say how long its context is"
         )
     return min(lengths)
+
+
+def _trained_length(spec: JobSpec) -> int | None:
+    """The length that an embedding model was trained for, where it says so; often below its positions."""
+    from transformers.utils import cached_file
+
+    path = cached_file(
+        spec.model.name,
+        _SENTENCE_CONFIG,
+        revision=spec.model.revision,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    if path is None:
+        return None
+    length = json.loads(Path(path).read_text(encoding="utf-8")).get("max_seq_length")
+    return length if isinstance(length, int) else None
 
 
 def prompt_limit(spec: JobSpec, max_model_len: int) -> int:

@@ -20,7 +20,7 @@ from vllm.usage.usage_lib import UsageContext
 from airflow_batchinfer.errors import SpecError
 from airflow_batchinfer.run.outcome import Reason
 from airflow_batchinfer.spec import ChoiceTask, EmbedTask, JobSpec, JsonTask, RegexTask
-from airflow_batchinfer.worker.engines.vllm_options import engine_arguments
+from airflow_batchinfer.worker.engines.vllm_options import engine_config
 
 Result = tuple[Any, ...]
 """A `Completion`'s fields, or `(key, "failure", reason, message, transient)`: plain, so cheap to send."""
@@ -43,9 +43,10 @@ class VllmDriver:
         """
         self._task = spec.task
         self._sampling = spec.sampling
-        arguments = engine_arguments(spec)
-        self._engine = LLMEngine.from_engine_args(arguments, UsageContext.LLM_CLASS)
-        self._config = self._engine.vllm_config
+        self._config = engine_config(spec)
+        self._engine = LLMEngine.from_vllm_config(
+            self._config, UsageContext.LLM_CLASS, disable_log_stats=True
+        )
         self._adapter = (
             LoRARequest(lora_name="adapter", lora_int_id=1, lora_path=spec.model.adapter)
             if spec.model.adapter
@@ -105,7 +106,7 @@ class VllmDriver:
         except (VLLMClientError, ValueError, TypeError) as error:
             too_long = len(token_ids) >= self._config.model_config.max_model_len
             reason = Reason.OVER_LONG if too_long else Reason.ENGINE_REFUSED
-            return (key, "failure", reason.value, f"vLLM refused the prompt: {error}", False)
+            return (key, "failure", reason.value, f"vLLM refused the request: {str(error).strip()}", False)
         return None
 
     def abort(self, keys: list[str]) -> None:

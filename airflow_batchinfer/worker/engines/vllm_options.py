@@ -6,11 +6,16 @@ import dataclasses
 import difflib
 from typing import Any
 
+import vllm
+import vllm.config
+from huggingface_hub.errors import HFValidationError
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.usage.usage_lib import UsageContext
+from vllm.v1.structured_output.backend_xgrammar import has_xgrammar_unsupported_json_features
 
 from airflow_batchinfer.errors import SpecError
-from airflow_batchinfer.spec import EmbedTask, JobSpec, ModelSpec
+from airflow_batchinfer.spec import EmbedTask, JobSpec, JsonTask, ModelSpec
 
 _ELSEWHERE = {
     "model": "model.name",
@@ -24,7 +29,22 @@ _OURS = frozenset({"shutdown_timeout", "disable_log_stats"})
 """vLLM arguments the worker decides: it owns signals, and counts for itself."""
 
 
-def engine_arguments(spec: JobSpec) -> EngineArgs:
+def engine_config(spec: JobSpec) -> VllmConfig:
+    """vLLM's whole configuration for a job, defaults worked out for this machine and model.
+
+    Raises:
+        SpecError: vLLM refuses an argument, the model, or how they go together.
+    """
+    arguments = _engine_arguments(spec)
+    try:
+        return arguments.create_engine_config(UsageContext.LLM_CLASS)
+    except OSError as error:
+        raise SpecError(f"model.name: `{spec.model.name}` cannot be loaded: {error}") from error
+    except (TypeError, ValueError) as error:
+        raise SpecError(f"model: vLLM refuses it: {error}") from error
+
+
+def _engine_arguments(spec: JobSpec) -> EngineArgs:
     """vLLM's arguments for a job.
 
     Raises:
@@ -33,14 +53,10 @@ def engine_arguments(spec: JobSpec) -> EngineArgs:
     """
     model = spec.model
     _check_names(model)
-    options: dict[str, Any] = {
-        "enable_prefix_caching": True if not isinstance(spec.task, EmbedTask) else None,
-        "runner": "pooling" if isinstance(spec.task, EmbedTask) else "generate",
-        "disable_log_stats": True,
-        **model.engine,
-    }
+    options: dict[str, Any] = {"disable_log_stats": True, **_task_options(spec)}
     if model.adapter is not None:
-        options = {"enable_lora": True, "max_loras": 1, **options}
+        options |= {"enable_lora": True, "max_loras": 1}
+    options |= model.engine
     _fill_batch_limits(options)
     try:
         return EngineArgs(
@@ -48,10 +64,35 @@ def engine_arguments(spec: JobSpec) -> EngineArgs:
             revision=model.revision,
             tokenizer=model.tokenizer,
             trust_remote_code=model.trust_remote_code,
-            **options,
+            **{name: _as_config(name, value) for name, value in options.items()},
         )
+    except HFValidationError as error:
+        raise SpecError(f"model.name: `{model.name}` is no folder here and no Hugging Face name") from error
     except (TypeError, ValueError) as error:
         raise SpecError(f"model.engine: {error}") from error
+
+
+def _task_options(spec: JobSpec) -> dict[str, Any]:
+    """Defaults that follow from the task; `model.engine` may say otherwise."""
+    match spec.task:
+        case EmbedTask():
+            return {"runner": "pooling"}
+        case JsonTask(json_schema=schema):
+            # Free whitespace between JSON tokens is paid for, and small models run away in it.
+            backend = "guidance" if has_xgrammar_unsupported_json_features(schema) else "xgrammar"
+            compact = {"backend": backend, "disable_any_whitespace": True}
+            return {"runner": "generate", "structured_outputs_config": compact}
+        case _:
+            return {"runner": "generate"}
+
+
+def _as_config(name: str, value: Any) -> Any:
+    """vLLM's config object where an argument takes one and the spec holds a mapping."""
+    wanted = name.replace("_", "").lower()
+    known = {n.lower(): c for n, c in vars(vllm.config).items() if isinstance(c, type)}
+    if isinstance(value, dict) and wanted in known:
+        return known[wanted](**value)
+    return value
 
 
 def _check_names(model: ModelSpec) -> None:
@@ -64,7 +105,7 @@ def _check_names(model: ModelSpec) -> None:
         if name not in known:
             close = difflib.get_close_matches(name.replace("-", "_"), known, n=1)
             hint = f"; did you mean `{close[0]}`?" if close else ""
-            raise SpecError(f"model.engine.{name}: vLLM {_version()} has no such engine argument{hint}")
+            raise SpecError(f"model.engine.{name}: vLLM {vllm.__version__} has no such engine argument{hint}")
 
 
 def _fill_batch_limits(options: dict[str, Any]) -> None:
@@ -76,9 +117,3 @@ def _fill_batch_limits(options: dict[str, Any]) -> None:
     if options.get("max_num_batched_tokens") is None:
         default = batched_tokens[UsageContext.LLM_CLASS]
         options["max_num_batched_tokens"] = max(default, options["max_num_seqs"])
-
-
-def _version() -> str:
-    import vllm
-
-    return str(vllm.__version__)
