@@ -1,0 +1,181 @@
+"""The engine under guard: its pulse, its deadlines, its restarts.
+
+The worker's loop calls the engine from one thread and may be stuck in that call. A second thread (see
+`watchdog`) calls `inspect`, which kills an engine that has shown no life for too long; the call then
+returns or raises, and the loop treats the engine as dead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from enum import Enum
+
+from airflow_batchinfer.errors import BatchInferError, EngineError
+from airflow_batchinfer.spec import JobSpec
+from airflow_batchinfer.worker.engines import load_engine
+from airflow_batchinfer.worker.engines.base import (
+    Completion,
+    Engine,
+    EngineDied,
+    EngineInfo,
+    Request,
+    RequestFailure,
+)
+
+log = logging.getLogger(__name__)
+
+STUCK_SECONDS = 60.0
+"""A call into a killed engine that has not returned after so long never will."""
+
+
+class _Phase(Enum):
+    IDLE = "idle"
+    STARTING = "starting"
+    RUNNING = "running"
+
+
+class GuardedEngine:
+    """An engine and its successors. All methods but `inspect` and `kill` belong to the loop's thread."""
+
+    def __init__(self, spec: JobSpec) -> None:
+        """Build the engine; nothing is started. Raises `SpecError` if there is none of that name."""
+        self._spec = spec
+        self._engine: Engine = load_engine(spec)
+        self.takes_tokens = self._engine.takes_tokens
+        self.starts = 0
+        self.stalled = False
+        """Whether the engine was killed because it made no progress."""
+        self._lock = threading.Lock()
+        self._phase = _Phase.IDLE
+        self._since = time.monotonic()
+        self._pulse = time.monotonic()
+        self._made = 0
+        self._waiting = False
+        self._killed_at: float | None = None
+        self._killed_why = ""
+
+    @property
+    def started(self) -> bool:
+        """Whether an engine is up."""
+        return self._phase is _Phase.RUNNING
+
+    @property
+    def silence(self) -> float:
+        """Seconds since the engine last made progress on anything."""
+        return time.monotonic() - self._pulse
+
+    def start(self) -> EngineInfo:
+        """Start the engine, or its successor if one has run before.
+
+        Raises:
+            SpecError: the job cannot work.
+            EngineError: the engine did not start, or not in time, or was killed meanwhile.
+        """
+        if self.starts:
+            self._engine = load_engine(self._spec)
+        with self._lock:
+            self.starts += 1
+            self.stalled = False
+            self._killed_at = None
+            self._phase, self._since = _Phase.STARTING, time.monotonic()
+        try:
+            info = self._engine.start()
+        except BatchInferError as error:
+            self._enter(_Phase.IDLE)
+            if self._killed_at is not None:
+                raise EngineError(self._killed_why) from error
+            raise
+        except Exception as error:
+            self._enter(_Phase.IDLE)
+            why = self._killed_why if self._killed_at is not None else f"{type(error).__name__}: {error}"
+            raise EngineError(f"the engine did not start: {why}") from error
+        self._enter(_Phase.RUNNING)
+        if self._killed_at is not None:
+            raise EngineError(self._killed_why)
+        took = time.monotonic() - self._since
+        log.info("engine %s %s started in %.1f s", info.name, info.version, took)
+        self._made, self._pulse, self._waiting = self._engine.tokens_made(), time.monotonic(), False
+        return info
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue requests. Raises `EngineDied`."""
+        if not self._waiting:
+            self._pulse = time.monotonic()
+            self._waiting = True
+        try:
+            self._engine.submit(requests)
+        except EngineDied:
+            raise
+        except Exception as error:
+            raise EngineDied(f"{type(error).__name__}: {error}") from error
+
+    def poll(self, timeout: float, *, more: int) -> list[Completion | RequestFailure]:
+        """What finished; `more` is how many requests are in flight. Raises `EngineDied`."""
+        self._waiting = more > 0
+        try:
+            results = self._engine.poll(timeout)
+            made = self._engine.tokens_made()
+        except EngineDied as error:
+            raise EngineDied(self._killed_why if self._killed_at is not None else str(error)) from error
+        except Exception as error:
+            log.exception("the engine failed")
+            raise EngineDied(f"{type(error).__name__}: {error}") from error
+        if results or made != self._made or not more:
+            self._made, self._pulse = made, time.monotonic()
+        return results
+
+    def abort(self, keys: Sequence[str]) -> None:
+        """Forget requests; a dead engine has forgotten them already."""
+        with contextlib.suppress(Exception):
+            self._engine.abort(keys)
+
+    def bury(self) -> None:
+        """End a dead engine's remains."""
+        self._enter(_Phase.IDLE)
+        with contextlib.suppress(Exception):
+            self._engine.kill()
+        with contextlib.suppress(Exception):
+            self._engine.close()
+
+    def close(self) -> None:
+        """End the engine in good order, if one is up."""
+        if self._phase is _Phase.RUNNING:
+            self._enter(_Phase.IDLE)
+            with contextlib.suppress(Exception):
+                self._engine.close()
+
+    def kill(self, why: str, *, only_starting: bool = False) -> None:
+        """End the engine at once, from any thread; its calls then fail, saying `why`."""
+        with self._lock:
+            idle = self._phase is _Phase.IDLE
+            if idle or self._killed_at is not None or (only_starting and self._phase is _Phase.RUNNING):
+                return
+            self._killed_at, self._killed_why = time.monotonic(), why
+            log.warning("killing the engine: %s", why)
+            with contextlib.suppress(Exception):
+                self._engine.kill()
+
+    def inspect(self) -> str | None:
+        """Kill an engine that is past a deadline; from any thread.
+
+        Returns:
+            Why the worker itself has to end, if even a killed engine does not let go of it.
+        """
+        retry, now = self._spec.retry, time.monotonic()
+        if self._killed_at is not None:
+            stuck = self._phase is not _Phase.IDLE and now - self._killed_at > STUCK_SECONDS
+            return f"{self._killed_why}; and the engine does not end" if stuck else None
+        if self._phase is _Phase.STARTING and now - self._since > retry.startup_seconds:
+            self.kill(f"the engine did not start within retry.startup_seconds={retry.startup_seconds:g}")
+        elif self._phase is _Phase.RUNNING and self._waiting and self.silence > retry.stall_seconds:
+            self.stalled = True
+            self.kill(f"the engine made no token for retry.stall_seconds={retry.stall_seconds:g}")
+        return None
+
+    def _enter(self, phase: _Phase) -> None:
+        with self._lock:
+            self._phase = phase

@@ -1,0 +1,143 @@
+"""What earlier attempts at a shard have already made durable: it is never paid for again."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from pyroaring import BitMap64
+
+from airflow_batchinfer.run.commit import CommittedPart, Tokens
+from airflow_batchinfer.run.layout import RunLayout
+from airflow_batchinfer.run.outcome import Outcome, Reason, outcome_of
+from airflow_batchinfer.run.plan import PlannedShard
+from airflow_batchinfer.run.shard import PART_METADATA_PREFIX, PART_SCHEMA, ROW_ID
+from airflow_batchinfer.store import Store
+
+log = logging.getLogger(__name__)
+
+_TOKENS = ("prompt_tokens", "output_tokens", "cached_tokens")
+
+
+@dataclass(slots=True)
+class Resumed:
+    """Rows of a shard with a durable outcome. Bitmaps, so the size hardly depends on their number."""
+
+    done: BitMap64 = field(default_factory=BitMap64)
+    by_reason: dict[Reason | None, BitMap64] = field(default_factory=dict)
+    """The same rows by the reason they did not succeed; none: they did."""
+    parts: list[CommittedPart] = field(default_factory=list)
+    """Parts that hold them, in the order in which readers must take them."""
+    epochs: set[str] = field(default_factory=set)
+    tokens: Tokens = field(default_factory=Tokens)
+    overlapping_rows: int = 0
+    warnings: list[str] = field(default_factory=list)
+
+    def reason_of(self, row_id: int) -> Reason | None:
+        """Why a done row did not succeed; none if it did."""
+        return next(reason for reason, rows in self.by_reason.items() if row_id in rows)
+
+
+def part_metadata(fingerprint: str, epoch: str, planned: PlannedShard) -> dict[str, str]:
+    """What a part says of itself; a part that says otherwise answers another question."""
+    values = {
+        "fingerprint": fingerprint,
+        "epoch": epoch,
+        "shard": str(planned.shard),
+        "rows_sha256": planned.rows_sha256,
+    }
+    return {PART_METADATA_PREFIX + name: value for name, value in values.items()}
+
+
+def resume(store: Store, layout: RunLayout, planned: PlannedShard, fingerprint: str, epoch: str) -> Resumed:
+    """Take the parts of all attempts but `epoch` that answer these rows with this fingerprint.
+
+    A part that cannot be read is set aside with a warning: nothing names it, so no reader sees it, and
+    its rows run again.
+    """
+    resumed = Resumed()
+    for key, part_epoch in _parts(store, layout, planned.shard):
+        if part_epoch == epoch:
+            continue
+        try:
+            data = store.read_bytes(key)
+            table = _checked(data, part_metadata(fingerprint, part_epoch, planned))
+        except (pa.ArrowException, OSError, ValueError) as error:
+            resumed.warnings.append(f"{store.uri_of(key)} is set aside, its rows run again: {error}")
+            log.warning(resumed.warnings[-1])
+            continue
+        if table is not None:
+            digest = hashlib.sha256(data).hexdigest()
+            part = CommittedPart(key=key, rows=table.num_rows, bytes=len(data), sha256=digest)
+            _take(resumed, table, part, part_epoch)
+    return resumed
+
+
+def _parts(store: Store, layout: RunLayout, shard: int) -> Iterator[tuple[str, str]]:
+    """Keys of a shard's parts by epoch and index, and their epochs."""
+    folder = layout.shard(shard)
+    for info in store.list(folder):
+        epoch, _, name = info.key.removeprefix(f"{folder}/").rpartition("/")
+        if name.startswith("part-") and name.endswith(".parquet"):
+            yield info.key, epoch
+
+
+def _checked(data: bytes, expected: dict[str, str]) -> pa.Table | None:
+    """A part's table; none if it answers another question.
+
+    Raises:
+        ValueError: the content breaks what a part promises.
+        pyarrow.ArrowException, OSError: it is no Parquet, or a page's checksum is wrong.
+    """
+    file = pq.ParquetFile(io.BytesIO(data), page_checksum_verification=True)
+    metadata = file.schema_arrow.metadata or {}
+    if any(metadata.get(name.encode()) != value.encode() for name, value in expected.items()):
+        return None
+    table = file.read(use_threads=False)
+    if not table.schema.equals(PART_SCHEMA):
+        raise ValueError("its columns are not those of a part")
+    table.validate(full=True)
+    rows = table.column(ROW_ID)
+    if rows.null_count or pc.count_distinct(rows).as_py() != len(rows):
+        raise ValueError("a row stands in it twice")
+    _by_reason(table)
+    return table
+
+
+def _take(resumed: Resumed, table: pa.Table, part: CommittedPart, epoch: str) -> None:
+    ids = BitMap64(table.column(ROW_ID).to_pylist())
+    new = ids - resumed.done
+    if not new:
+        return
+    if len(new) < len(ids):
+        resumed.overlapping_rows += len(ids) - len(new)
+        table = table.filter(pa.array([i in new for i in table.column(ROW_ID).to_pylist()]))
+    resumed.done |= new
+    resumed.parts.append(part)
+    resumed.epochs.add(epoch)
+    resumed.tokens = _add(resumed.tokens, table)
+    for reason, rows in _by_reason(table).items():
+        resumed.by_reason.setdefault(reason, BitMap64()).update(rows)
+
+
+def _add(tokens: Tokens, table: pa.Table) -> Tokens:
+    prompt, output, cached = (pc.sum(table.column(name)).as_py() or 0 for name in _TOKENS)
+    return Tokens(prompt=tokens.prompt + prompt, output=tokens.output + output, cached=tokens.cached + cached)
+
+
+def _by_reason(table: pa.Table) -> dict[Reason | None, list[int]]:
+    """Row ids by reason. Raises `ValueError` where an outcome is not its reason's."""
+    grouped = table.select(["outcome", "reason", ROW_ID]).group_by(["outcome", "reason"], use_threads=False)
+    found: dict[Reason | None, list[int]] = {}
+    for group in grouped.aggregate([(ROW_ID, "list")]).to_pylist():
+        reason = None if group["reason"] is None else Reason(group["reason"])
+        if Outcome(group["outcome"]) is not outcome_of(reason):
+            raise ValueError(f"outcome {group['outcome']} with reason {reason}")
+        found[reason] = group[f"{ROW_ID}_list"]
+    return found

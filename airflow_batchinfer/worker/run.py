@@ -1,0 +1,163 @@
+"""Puts a worker together and runs it: plan in, commits out, an exit code that says how it went."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+
+from airflow_batchinfer.errors import BatchInferError, ExitCode, InputError, SpecError
+from airflow_batchinfer.run.commit import chosen_commit
+from airflow_batchinfer.run.epoch import new_epoch
+from airflow_batchinfer.run.layout import RunLayout
+from airflow_batchinfer.run.plan import Plan, PlannedShard
+from airflow_batchinfer.store import Store, open_store
+from airflow_batchinfer.worker.checkpoint import PartWriter
+from airflow_batchinfer.worker.control import Control
+from airflow_batchinfer.worker.guard import GuardedEngine
+from airflow_batchinfer.worker.loop import Loop, exit_of
+from airflow_batchinfer.worker.prepare import Preparation
+from airflow_batchinfer.worker.processes import (
+    die_with_parent,
+    end_leftovers,
+    identity,
+    mark_children,
+    process_age,
+)
+from airflow_batchinfer.worker.progress import ProgressWriter, State
+from airflow_batchinfer.worker.settings import Settings
+from airflow_batchinfer.worker.signals import SignalPipe
+from airflow_batchinfer.worker.suspects import Announcer
+from airflow_batchinfer.worker.watchdog import Watchdog
+from airflow_batchinfer.worker.work import ShardRun
+
+log = logging.getLogger(__name__)
+
+_STATES: dict[ExitCode, State] = {
+    ExitCode.COMMITTED: "committed",
+    ExitCode.RECLAIMED: "reclaimed",
+    ExitCode.STOPPED: "stopped",
+}
+
+
+def run_worker(settings: Settings, say: Callable[[str], None]) -> ExitCode:
+    """Run a worker's shards; from the main thread only, once a process.
+
+    Args:
+        settings: what to run.
+        say: prints the one line that tells a person why the worker ended.
+
+    Returns:
+        `COMMITTED`, `RECLAIMED` or `STOPPED`.
+
+    Raises:
+        BatchInferError: anything else; its `exit_code` is the process's.
+    """
+    signals, control = SignalPipe(), Control()
+    if settings.parent is not None and die_with_parent(settings.parent):
+        say("the parent process has ended")
+        return ExitCode.RECLAIMED
+    store = open_store(settings.store, settings.store_options)
+    plan = _plan(store, settings.folder)
+    layout = RunLayout(plan.folder)
+    planned = [
+        shard
+        for shard in _planned(plan, settings.shards)
+        if chosen_commit(store, layout, shard.shard, plan.fingerprint) is None
+    ]
+    if not planned:
+        log.info("every shard has its commit already")
+        return ExitCode.COMMITTED
+    mark_children()
+    end_leftovers()
+    worker = _Worker(store, layout, plan, planned, control, signals, say)
+    return worker.run()
+
+
+class _Worker:
+    """The parts of one worker, wired."""
+
+    def __init__(
+        self,
+        store: Store,
+        layout: RunLayout,
+        plan: Plan,
+        planned: Sequence[PlannedShard],
+        control: Control,
+        signals: SignalPipe,
+        say: Callable[[str], None],
+    ) -> None:
+        self._control = control
+        self._say = say
+        self._shards = [ShardRun(p, new_epoch()) for p in planned]
+        epochs = {run.shard: run.epoch for run in self._shards}
+        self._engine = GuardedEngine(plan.spec)
+        self._watchdog = Watchdog(store, layout, plan.spec, control, signals, self._give_up)
+        self._progress = ProgressWriter(store, layout, self._shards, process_age)
+        self._writer = PartWriter(store, layout, plan.fingerprint, process_age)
+        self._announcer = Announcer(
+            store, lambda shard: (epochs[shard], layout.suspects(shard, epochs[shard])), identity()
+        )
+        preparation = Preparation(store, plan, self._shards, takes_tokens=self._engine.takes_tokens)
+        self._loop = Loop(
+            plan.spec, self._shards, preparation, self._engine, self._writer, self._announcer, control
+        )
+
+    def run(self) -> ExitCode:
+        """Run to the end, whichever it is; what was paid for is durable when this returns or raises."""
+        error: BatchInferError | None = None
+        self._watchdog.start(self._engine, self._tick)
+        try:
+            if not self._watchdog.stop_marker_exists():
+                self._loop.run()
+        except BatchInferError as raised:
+            error = raised
+        finally:
+            self._engine.bury() if error is not None else self._engine.close()
+            self._writer.close()
+            self._watchdog.close()
+        # A store that fails is the better explanation of whatever else went wrong.
+        error = self._writer.error or self._announcer.error or error
+        self._announcer.close(forget=error is None)
+        if error is not None:
+            self._write_progress("failed", str(error))
+            raise error
+        code = exit_of(self._control, self._shards)
+        if code is not ExitCode.COMMITTED:
+            self._say(self._control.message)
+        self._write_progress(_STATES[code], self._control.message)
+        return code
+
+    def _tick(self) -> None:
+        self._write_progress(self._loop.state)
+
+    def _write_progress(self, state: State, message: str = "") -> None:
+        self._progress.write(
+            state,
+            in_flight=self._loop.in_flight,
+            restarts=max(0, self._engine.starts - 1),
+            message=message,
+        )
+
+    def _give_up(self, why: str) -> None:
+        """The loop is held by an engine that does not let go: leave without it."""
+        self._write_progress("failed", why)
+        self._say(why)
+        os._exit(ExitCode.ENGINE_FAILED)
+
+
+def _plan(store: Store, folder: str) -> Plan:
+    key = RunLayout(folder).plan
+    try:
+        return Plan.read(store, key)
+    except FileNotFoundError as error:
+        raise InputError(f"{store.uri_of(key)} does not exist: give the folder of a planned run") from error
+
+
+def _planned(plan: Plan, shards: Sequence[int]) -> list[PlannedShard]:
+    by_number = {shard.shard: shard for shard in plan.shards}
+    if unknown := [str(number) for number in shards if number not in by_number]:
+        raise SpecError(
+            f"--shards: the plan has no shard {', '.join(unknown)}; it has 0 to {len(plan.shards) - 1}"
+        )
+    return [by_number[number] for number in shards]
