@@ -13,6 +13,7 @@ from airflow_batchinfer.operators.bundle import LABEL_VARIABLE
 from airflow_batchinfer.operators.gate import GateOperator
 from airflow_batchinfer.operators.job import SpecSource, load_job
 from airflow_batchinfer.operators.merge import MergeOperator
+from airflow_batchinfer.operators.pilot import JudgePilotOperator
 from airflow_batchinfer.operators.reconcile import ReconcileOperator
 from airflow_batchinfer.operators.report import ReportOperator
 from airflow_batchinfer.operators.retry import FailureRetryPolicy
@@ -41,6 +42,8 @@ class PipelineOptions:
     """Wait before the first retry; each next wait is twice as long."""
     store_conn_id: str | None = None
     """AWS connection to reach an `s3://` store with; default: boto3's own chain."""
+    pilot: bool | None = None
+    """Run the job's pilot before the fleet, and judge it; default: if the spec has one."""
     infer_arguments: Mapping[str, Any] = field(default_factory=dict)
     """More arguments of the infer operator: `worker_env`, `queue`, `execution_timeout` and so on."""
 
@@ -61,10 +64,13 @@ def batch_inference(
     retries: int = 2,
     retry_delay: timedelta = timedelta(seconds=30),
     store_conn_id: str | None = None,
+    pilot: bool | None = None,
     infer_arguments: Mapping[str, Any] | None = None,
     **dag_arguments: Any,
 ) -> DAG | TaskGroup:
     """Build split → infer (mapped) → reconcile → validate → merge → report → gate.
+
+    With a pilot, split → pilot → judge_pilot come before infer.
 
     With `group_id` it is a task group in the DAG whose context is open; else a DAG of its own.
 
@@ -74,12 +80,13 @@ def batch_inference(
         dag_id: default: the job's name. Needed if `spec` is a function.
         group_id: id of the task group.
         runtime: see `Runtime`.
-        max_parallel_shards: see `PipelineOptions`; so are the next six.
+        max_parallel_shards: see `PipelineOptions`; so are the next seven.
         pool: Airflow pool of the infer tasks.
         pool_slots: slots that one infer task takes.
         retries: retries of a task after a failure that may pass.
         retry_delay: wait before the first retry.
         store_conn_id: AWS connection of an `s3://` store.
+        pilot: run a pilot first. Needed if `spec` is a function: a spec without a pilot then passes.
         infer_arguments: more arguments of the infer operator.
         dag_arguments: arguments of `airflow.sdk.DAG`: `schedule`, `params`, `tags` and so on.
 
@@ -95,6 +102,7 @@ def batch_inference(
         retries=retries,
         retry_delay=retry_delay,
         store_conn_id=store_conn_id,
+        pilot=pilot,
         infer_arguments=infer_arguments or {},
     )
     job = None if callable(spec) else load_job(spec, {})
@@ -126,34 +134,54 @@ def _build_tasks(
         "retry_exponential_backoff": 2.0,
         "retry_policy": FailureRetryPolicy(),
     }
+    pilot_first = options.pilot if options.pilot is not None else bool(job and job.pilot)
     split = SplitOperator(
         task_id="split",
         spec=spec,
         refuse_unknown_conf=refuse_unknown_conf,
+        pilot_first=pilot_first,
         doc_yaml=job.to_yaml() if job else None,
         **patient,
     )
-    sharding = job.sharding if job else ShardingSpec()
-    placement = {"pool": options.pool, "pool_slots": options.pool_slots} if options.pool else {}
-    infer = (
-        _infer_operator(options.runtime)
-        .partial(
-            task_id="infer",
-            map_index_template=f"{{{{ {LABEL_VARIABLE} }}}}",
-            max_active_tis_per_dagrun=options.max_parallel_shards or sharding.max_parallel_shards,
-            **patient,
-            **placement,
-            **options.infer_arguments,
-        )
-        .expand(bundle=split.output)
-    )
     run = {"split_task_id": split.task_id}
+    fleet: BaseOperator = split
+    if pilot_first:
+        pilot = _infer(options, job, "pilot", split, patient)
+        fleet = JudgePilotOperator(
+            task_id="judge_pilot", trigger_rule=TriggerRule.NONE_FAILED, **run, **patient
+        )
+        chain(pilot, fleet)
+    infer = _infer(options, job, "infer", fleet, patient)
     reconcile = ReconcileOperator(task_id="reconcile", trigger_rule=TriggerRule.ALL_DONE, **run, **common)
     validate = ValidateOperator(task_id="validate", **run, **patient)
     merge = MergeOperator(task_id="merge", **run, **patient)
     report = ReportOperator(task_id="report", trigger_rule=TriggerRule.ALL_DONE, **run, **common)
     gate = GateOperator(task_id="gate", trigger_rule=TriggerRule.ALL_DONE, **run, **common)
     chain(infer, reconcile, validate, merge, report, gate)
+
+
+def _infer(
+    options: PipelineOptions,
+    job: JobSpec | None,
+    task_id: str,
+    bundles: BaseOperator,
+    patient: Mapping[str, Any],
+) -> Any:
+    """The mapped infer task over the bundles that another task returns."""
+    sharding = job.sharding if job else ShardingSpec()
+    placement = {"pool": options.pool, "pool_slots": options.pool_slots} if options.pool else {}
+    return (
+        _infer_operator(options.runtime)
+        .partial(
+            task_id=task_id,
+            map_index_template=f"{{{{ {LABEL_VARIABLE} }}}}",
+            max_active_tis_per_dagrun=options.max_parallel_shards or sharding.max_parallel_shards,
+            **patient,
+            **placement,
+            **options.infer_arguments,
+        )
+        .expand(bundle=bundles.output)
+    )
 
 
 def _infer_operator(runtime: Runtime) -> type[BaseOperator]:

@@ -6,7 +6,17 @@ from typing import Any
 
 import airflow_batchinfer
 
-_OPERATORS = ("split", "infer_local", "infer_kubernetes", "reconcile", "validate", "merge", "report", "gate")
+_OPERATORS = (
+    "split",
+    "pilot",
+    "infer_local",
+    "infer_kubernetes",
+    "reconcile",
+    "validate",
+    "merge",
+    "report",
+    "gate",
+)
 
 
 def get_provider_info() -> dict[str, Any]:

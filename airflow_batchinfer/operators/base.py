@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from airflow.sdk import BaseOperator
@@ -25,7 +26,7 @@ class BatchInferOperator(BaseOperator):
     Job specs hold the user's templates, so no field of ours may be one of them.
     """
 
-    template_fields = ()
+    template_fields: Collection[str] = ()
     ui_color = "#e8f1f8"
 
     def __init__(self, *, store_conn_id: str | None = None, **kwargs: Any) -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypedDict
 
+from airflow.sdk import conf
+
 from airflow_batchinfer.run.plan import Plan, PlannedShard
+from airflow_batchinfer.spec import MAX_MAPPED_TASKS
 from airflow_batchinfer.store import Store
 
 LABEL_VARIABLE = "shard_label"
@@ -33,11 +36,23 @@ def address_of(store: Store, plan: Plan) -> RunAddress:
     return {"store": store.uri, "storage_options": store.options(), "folder": plan.folder}
 
 
-def bundles_of(store: Store, plan: Plan, max_tasks: int) -> list[Bundle]:
-    """A plan's shards, `sharding.shards_per_task` to a bundle; more if there were more than `max_tasks`."""
-    size = max(plan.spec.sharding.shards_per_task, -(-len(plan.shards) // max_tasks))
+def bundles_of(
+    store: Store, plan: Plan, max_tasks: int, shards: Sequence[PlannedShard] | None = None
+) -> list[Bundle]:
+    """A plan's shards, `sharding.shards_per_task` to a bundle; more if there were more than `max_tasks`.
+
+    Args:
+        shards: some of the plan's shards; all by default.
+    """
+    chosen = plan.shards if shards is None else shards
+    size = max(plan.spec.sharding.shards_per_task, -(-len(chosen) // max_tasks))
     address = address_of(store, plan)
-    return [_bundle(address, plan.shards[i : i + size]) for i in range(0, len(plan.shards), size)]
+    return [_bundle(address, chosen[i : i + size]) for i in range(0, len(chosen), size)]
+
+
+def max_mapped_tasks() -> int:
+    """Airflow fails a task that returns a longer list to map over."""
+    return min(MAX_MAPPED_TASKS, conf.getint("core", "max_map_length", fallback=MAX_MAPPED_TASKS))
 
 
 def label(bundle: Bundle) -> str:

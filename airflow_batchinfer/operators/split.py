@@ -6,13 +6,10 @@ import difflib
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
-from airflow.sdk import conf
-
 from airflow_batchinfer.errors import SpecError
 from airflow_batchinfer.operators.base import RUN_XCOM_KEY, BatchInferOperator
-from airflow_batchinfer.operators.bundle import Bundle, address_of, bundles_of
+from airflow_batchinfer.operators.bundle import Bundle, address_of, bundles_of, max_mapped_tasks
 from airflow_batchinfer.operators.job import SpecSource, load_job
-from airflow_batchinfer.spec import MAX_MAPPED_TASKS
 from airflow_batchinfer.store import open_store
 
 if TYPE_CHECKING:
@@ -28,11 +25,16 @@ class SplitOperator(BatchInferOperator):
         spec: the job, see `SpecSource`.
         refuse_unknown_conf: fail on keys in the run's conf that are no params of the DAG. Airflow
             takes them silently, so a mistyped key would run with the default.
+        pilot_first: return the pilot's bundle only (none if the plan has no pilot); `JudgePilotOperator`
+            returns the others.
     """
 
-    def __init__(self, *, spec: SpecSource, refuse_unknown_conf: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self, *, spec: SpecSource, refuse_unknown_conf: bool = False, pilot_first: bool = False, **kwargs: Any
+    ) -> None:
         super().__init__(**kwargs)
         self.spec = spec
+        self.pilot_first = pilot_first
         self.refuse_unknown_conf = refuse_unknown_conf
 
     def execute(self, context: Context) -> list[Bundle]:
@@ -47,7 +49,8 @@ class SplitOperator(BatchInferOperator):
         plan = split(store, job, context["run_id"])
         for warning in plan.warnings:
             self.log.warning(warning)
-        bundles = bundles_of(store, plan, _max_mapped_tasks())
+        chosen = [s for s in plan.shards if s.pilot] if self.pilot_first else plan.shards
+        bundles = bundles_of(store, plan, max_mapped_tasks(), chosen)
         self.log.info(
             "%s rows in %d shards, %d mapped tasks; plan: %s",
             f"{plan.rows:,}",
@@ -68,8 +71,3 @@ def check_conf(run_conf: Mapping[str, Any], known: Collection[str]) -> None:
             lines.append(f"conf: unknown key `{key}`" + (f"; did you mean `{close[0]}`?" if close else ""))
     if lines:
         raise SpecError("\n".join([*lines, f"known keys: {', '.join(sorted(known))}"]))
-
-
-def _max_mapped_tasks() -> int:
-    """Airflow fails a task that returns a longer list to map over."""
-    return min(MAX_MAPPED_TASKS, conf.getint("core", "max_map_length", fallback=MAX_MAPPED_TASKS))

@@ -42,9 +42,18 @@ def test_order_and_trigger_rules(build):
     assert [t.task_id for t in dag.leaves] == ["gate"]
 
 
+def test_the_pilot_comes_before_the_fleet(build):
+    for dag in (build({**FIELDS, "pilot": {"rows": 20}}), build(FIELDS, dag_id="d", pilot=True)):
+        tasks = {t.task_id: (sorted(t.upstream_task_ids), t.trigger_rule.value) for t in dag.tasks}
+        assert tasks["pilot"] == (["split"], "all_success")
+        # A plan may turn out to have no pilot: then `pilot` maps over nothing and is skipped.
+        assert tasks["judge_pilot"] == (["pilot"], "none_failed")
+        assert tasks["infer"] == (["judge_pilot"], "all_success")
+
+
 def test_nothing_of_ours_is_templated(build):
     """Airflow renders XCom values that reach a templated field (fact A9)."""
-    for task in build(FIELDS).tasks:
+    for task in build({**FIELDS, "pilot": {"rows": 20}}).tasks:
         assert tuple(task.template_fields) == (), task.task_id
 
 

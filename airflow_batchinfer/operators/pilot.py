@@ -1,0 +1,75 @@
+"""`JudgePilotOperator`: the gate between the pilot and the fleet, with a person's approval if asked."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from airflow.providers.standard.operators.hitl import ApprovalOperator
+
+from airflow_batchinfer.operators.base import RunOperator
+from airflow_batchinfer.operators.bundle import Bundle, bundles_of, max_mapped_tasks
+
+if TYPE_CHECKING:
+    from airflow.sdk import Context
+
+    from airflow_batchinfer.pipeline.pilot import PilotVerdict
+
+
+class JudgePilotOperator(RunOperator, ApprovalOperator):
+    """Judge the pilot by the job's `gate`; return the fleet's bundles for the infer tasks.
+
+    With `gate.approval: required`, a pilot that passed waits for a person: the request holds the pilot's
+    figures and the report's address, and "Reject" fails the task. Nothing of it is templated, so prompts
+    that look like Jinja stay text.
+
+    Args:
+        split_task_id: see `RunOperator`.
+        kwargs: arguments of `ApprovalOperator`: `notifiers`, `assigned_users`, `response_timeout`.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(subject="Start the fleet?", fail_on_reject=True, **kwargs)
+
+    def execute(self, context: Context) -> list[Bundle]:
+        """Judge, and ask if need be. Raises `GateError`, `IncompleteRunError`."""
+        from airflow_batchinfer.pipeline.pilot import judge_pilot
+        from airflow_batchinfer.pipeline.report import write_report
+        from airflow_batchinfer.run.layout import RunLayout
+
+        store, folder = self.open_run(context)
+        try:
+            verdict = judge_pilot(store, folder)
+        finally:
+            write_report(store, folder)
+            report = store.uri_of(RunLayout(folder).report("html"))
+            self.log.info("report: %s", report)
+        self.log.info(verdict.message)
+        if verdict.approval == "required":
+            self.subject = f"Start the fleet of {folder}?"
+            self.body = _request(verdict, report)
+            super().execute(context)  # parks the task: it goes on in `execute_complete`
+        return self._fleet(context)
+
+    def execute_complete(self, context: Context, event: dict[str, Any]) -> list[Bundle]:
+        """Go on with a person's answer. Raises `HITLRejectException` on "Reject"."""
+        super().execute_complete(context, event)
+        return self._fleet(context)
+
+    def _fleet(self, context: Context) -> list[Bundle]:
+        from airflow_batchinfer.pipeline.split import load_plan
+
+        store, folder = self.open_run(context)
+        plan = load_plan(store, folder)
+        fleet = [s for s in plan.shards if not s.pilot]
+        return bundles_of(store, plan, max_mapped_tasks(), fleet)
+
+
+def _request(verdict: PilotVerdict, report: str) -> str:
+    """The request's Markdown. Row text goes into code blocks longer than any fence it holds."""
+    lines = [verdict.message, "", f"Report: `{report}`", "", "| check | found | required |", "|---|---|---|"]
+    lines += [f"| {c.name} | {c.observed} | {c.required} |" for c in verdict.checks]
+    for row in verdict.worst[:3]:
+        lines += ["", f"Row {row.row_id}: {row.outcome}{f', {row.reason}' if row.reason else ''}", ""]
+        texts = [f"[{m['role']}]\n{m['content']}" for m in row.prompt] + [f"[answer]\n{row.output or ''}"]
+        lines += ["    " + line for text in texts for line in text.splitlines()]
+    return "\n".join(lines)
