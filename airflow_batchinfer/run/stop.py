@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
+from airflow_batchinfer.errors import CorruptError
 from airflow_batchinfer.run.document import Document
 from airflow_batchinfer.run.layout import RunLayout
 from airflow_batchinfer.store import Store
@@ -18,6 +19,13 @@ class Stop(Document):
     """For instance `worker, shard 0003`, or a person's name."""
     reason: str
 
+    def advice(self, folder: str) -> str:
+        """What happened and what to do, in one line."""
+        return (
+            f"stopped by {self.by}: {self.reason}. What is finished is kept. Fix the cause or change the "
+            f"limit, run `airflow_batchinfer resume {folder}`, and clear the failed tasks with downstream"
+        )
+
 
 def set_stop(store: Store, folder: str, reason: str, by: str) -> Stop:
     """Set the marker; if there is one, it stays and is returned. Raises `StoreError`."""
@@ -30,11 +38,14 @@ def set_stop(store: Store, folder: str, reason: str, by: str) -> Stop:
 
 
 def read_stop(store: Store, folder: str) -> Stop | None:
-    """The marker, or none. Raises `StoreError`, `CorruptError`."""
+    """The marker, or none. One that cannot be read stops all the same. Raises `StoreError`."""
+    key = RunLayout(folder).stop
     try:
-        return Stop.read(store, RunLayout(folder).stop)
+        return Stop.read(store, key)
     except FileNotFoundError:
         return None
+    except CorruptError:
+        return Stop(created_at="", by=store.uri_of(key), reason="its content is no stop marker")
 
 
 def clear_stop(store: Store, folder: str) -> bool:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 
 from airflow_batchinfer.errors import BatchInferError, EngineError, ExitCode
-from airflow_batchinfer.run.outcome import Reason
+from airflow_batchinfer.run.outcome import Reason, outcome_of
 from airflow_batchinfer.spec import JobSpec
 from airflow_batchinfer.worker.admission import Admission
 from airflow_batchinfer.worker.checkpoint import PartWriter
@@ -25,6 +25,7 @@ from airflow_batchinfer.worker.engines.base import (
     RequestFailure,
 )
 from airflow_batchinfer.worker.guard import GuardedEngine
+from airflow_batchinfer.worker.line import Line
 from airflow_batchinfer.worker.outputs import FINISHED, output_judge
 from airflow_batchinfer.worker.poison import Search
 from airflow_batchinfer.worker.prepare import Block, Preparation
@@ -58,6 +59,7 @@ class Loop:
         writer: PartWriter,
         announcer: Announcer,
         control: Control,
+        stop_line: Callable[[str], None],
     ) -> None:
         """Set up; nothing is started.
 
@@ -69,6 +71,7 @@ class Loop:
             writer: makes outcomes durable.
             announcer: names on disk what may be in the engine.
             control: orders from outside.
+            stop_line: told why, when what comes out is not worth going on; gives the order to leave.
 
         Raises:
             SpecError: the task cannot be judged.
@@ -84,6 +87,8 @@ class Loop:
         self._writer = writer
         self._announcer = announcer
         self._control = control
+        self._line = Line(spec.line)
+        self._stop_line = stop_line
         self._admission = Admission()
         self._info: EngineInfo | None = None
         self._window = 0
@@ -343,7 +348,11 @@ class Loop:
         if len(row.requests) > 1 and reason is not None and (keys := self._admission.drop(row)):
             self._engine.abort(keys)
         shard = row.shard
-        shard.record(result_of(row, reason, self._now_ms, **values), reason, row.weight)
+        result = result_of(row, reason, self._now_ms, **values)
+        shard.record(result, reason, row.weight)
+        why = self._line.see(outcome_of(reason), result.output, result.finish_reason)
+        if why is not None and not self._control.leaving:
+            self._stop_line(why)
         if len(shard.buffer) >= self._checkpoint.rows:
             self._flush(shard)
 

@@ -11,6 +11,7 @@ from airflow_batchinfer.run.commit import chosen_commit
 from airflow_batchinfer.run.epoch import new_epoch
 from airflow_batchinfer.run.layout import RunLayout
 from airflow_batchinfer.run.plan import Plan, PlannedShard
+from airflow_batchinfer.run.stop import Stop, set_stop
 from airflow_batchinfer.store import Store, open_store
 from airflow_batchinfer.worker.checkpoint import PartWriter
 from airflow_batchinfer.worker.control import Control
@@ -100,8 +101,16 @@ class _Worker:
         )
         preparation = Preparation(store, plan, self._shards, takes_tokens=self._engine.takes_tokens)
         self._loop = Loop(
-            plan.spec, self._shards, preparation, self._engine, self._writer, self._announcer, control
+            plan.spec,
+            self._shards,
+            preparation,
+            self._engine,
+            self._writer,
+            self._announcer,
+            control,
+            self._stop_line,
         )
+        self._stop = (store, plan)
 
     def run(self) -> ExitCode:
         """Run to the end, whichever it is; what was paid for is durable when this returns or raises."""
@@ -130,6 +139,18 @@ class _Worker:
 
     def _tick(self) -> None:
         self._write_progress(self._loop.state)
+
+    def _stop_line(self, why: str) -> None:
+        """Stop this worker, and by the marker in the store all others of the run."""
+        store, plan = self._stop
+        by = f"worker of shard {', '.join(f'{s.shard:04d}' for s in self._shards)}"
+        log.error("stopping the line: %s", why)
+        try:
+            stop = set_stop(store, plan.folder, why, by)
+        except BatchInferError as error:
+            log.error("the other workers go on, as the stop marker cannot be written: %s", error)
+            stop = Stop(created_at="", by=by, reason=why)
+        self._control.leave(ExitCode.STOPPED, stop.advice(plan.folder), plan.spec.checkpoint.grace_seconds)
 
     def _write_progress(self, state: State, message: str = "") -> None:
         self._progress.write(

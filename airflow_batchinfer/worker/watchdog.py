@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from airflow_batchinfer.errors import BatchInferError, ExitCode
 from airflow_batchinfer.run.layout import RunLayout
+from airflow_batchinfer.run.stop import read_stop
 from airflow_batchinfer.spec import JobSpec
 from airflow_batchinfer.store import Store
 from airflow_batchinfer.worker.control import Control
@@ -46,7 +47,7 @@ class Watchdog:
             give_up: ends the process; called when even a killed engine holds the loop.
         """
         self._store = store
-        self._stop_key = layout.stop
+        self._folder = layout.folder
         self._checkpoint = spec.checkpoint
         self._control = control
         self._signals = signals
@@ -76,14 +77,13 @@ class Watchdog:
     def stop_marker_exists(self) -> bool:
         """Look for the stop marker, and give the order if it is there."""
         try:
-            found = self._store.exists(self._stop_key)
+            stop = read_stop(self._store, self._folder)
         except BatchInferError as error:
             log.warning("cannot look for the stop marker: %s", error)
             return False
-        if found:
-            where = self._store.uri_of(self._stop_key)
-            self._control.leave(ExitCode.STOPPED, f"stopped by {where}", float("inf"))
-        return found
+        if stop is not None:
+            self._control.leave(ExitCode.STOPPED, stop.advice(self._folder), self._checkpoint.grace_seconds)
+        return stop is not None
 
     def _watch(self) -> None:
         due = time.monotonic() + self._checkpoint.progress_seconds
