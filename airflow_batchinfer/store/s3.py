@@ -73,7 +73,7 @@ class S3Store:
         self._options = S3Options.parse(options or {})
         self._lock = threading.Lock()
         self._connected: tuple[boto3.Session, S3Client] | None = None
-        self._arrow: tuple[ReadOnlyCredentials, pyarrow.fs.FileSystem] | None = None
+        self._arrow: tuple[int, pyarrow.fs.FileSystem] | None = None
         self.uri = f"s3://{self._bucket}/{self._root}".rstrip("/")
 
     def __repr__(self) -> str:
@@ -157,8 +157,9 @@ class S3Store:
         root = f"{self._bucket}/{self._root}".rstrip("/")
         with store_errors("open", self.uri):
             credentials = self._credentials()
+            known_by = hash(credentials)  # not themselves: nothing here may show them
             with self._lock:
-                if self._arrow and self._arrow[0] == credentials:
+                if self._arrow and self._arrow[0] == known_by:
                     return self._arrow[1], root
             location = self._location()
             opened = pyarrow.fs.S3FileSystem(
@@ -172,7 +173,7 @@ class S3Store:
                 retry_strategy=pyarrow.fs.AwsStandardS3RetryStrategy(max_attempts=_MAX_ATTEMPTS),
             )
         with self._lock:
-            self._arrow = (credentials, opened)
+            self._arrow = (known_by, opened)
         return opened, root
 
     def uri_of(self, key: str) -> str:
@@ -282,7 +283,7 @@ class S3Store:
 
     def _name(self, key: str) -> str:
         """The object's name in the bucket."""
-        if not key or posixpath.normpath(f"/{key}") != f"/{key}":
+        if key.startswith("/") or posixpath.normpath(f"/{key}") != f"/{key}" or not key:
             raise StoreError(f"key {key!r} leaves the store {self.uri}, or is no plain path")
         return f"{self._root}/{key}".lstrip("/")
 

@@ -76,7 +76,7 @@ def explain(error: Exception) -> str:
         return f"{error}: correct AWS_PROFILE or the profile file"
     if isinstance(error, boto.SSLError):
         return f"{error} (if the server has a certificate of its own, name its CA file in AWS_CA_BUNDLE)"
-    if isinstance(error, boto.HTTPClientError):
+    if isinstance(error, (boto.HTTPClientError, boto.ConnectionError)):
         return f"{error} (is the server up, `endpoint_url` right, and no network policy in the way?)"
     return str(error)
 
