@@ -347,6 +347,7 @@ class Loop:
         row.attempts = max((piece.tries for piece in row.requests), default=0)
         if len(row.requests) > 1 and reason is not None and (keys := self._admission.drop(row)):
             self._engine.abort(keys)
+        row.requests = []  # they point back at the row: without this, only the cycle collector frees them
         shard = row.shard
         result = result_of(row, reason, self._now_ms, **values)
         shard.record(result, reason, row.weight)
