@@ -166,4 +166,5 @@ def title(kind: str, kwargs: Mapping[str, Any]) -> str:
     words = re.sub(r"^expect_(column_pair_|column_|multicolumn_|table_|compound_)?", "", kind)
     named = [kwargs[a] for a in _COLUMN_ARGUMENTS if a in kwargs]
     names = ", ".join(n if isinstance(n, str) else ", ".join(map(str, n)) for n in named)
-    return f"{names}: {words}".replace("_", " ") if names else words.replace("_", " ")
+    words = words.replace("_", " ")
+    return f"{names}: {words}" if names else words

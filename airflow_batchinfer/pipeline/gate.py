@@ -6,10 +6,14 @@ import json
 from typing import Any
 
 from airflow_batchinfer.errors import GateError, IncompleteRunError
+from airflow_batchinfer.pipeline.merge import current_ledger
+from airflow_batchinfer.pipeline.pilot import read_pilot
 from airflow_batchinfer.pipeline.report import Report
+from airflow_batchinfer.pipeline.split import load_plan
 from airflow_batchinfer.pipeline.verdict import Verdict
 from airflow_batchinfer.run.layout import RunLayout
 from airflow_batchinfer.run.ledger import Ledger
+from airflow_batchinfer.run.stop import read_stop
 from airflow_batchinfer.store import Store
 
 _DOWNSTREAM = "with its downstream tasks"
@@ -22,11 +26,14 @@ def check_run(store: Store, folder: str) -> dict[str, Any]:
 
     Raises:
         IncompleteRunError: no ledger, or a ledger with open shards; says which and what to clear.
-        GateError: validation holds the results, or merge or report are missing or out of date.
+        StaleLedgerError: a commit or the plan is newer than the ledger.
+        GateError: the run was stopped, validation holds the results, or merge or report are missing or
+            out of date.
         CorruptError: a document is damaged.
     """
     layout = RunLayout(folder)
-    ledger = _ledger(store, layout)
+    ledger = _ledger(store, layout, _halted(store, folder))
+    current_ledger(store, load_plan(store, folder))
     digest = ledger.digest()
     verdict = _verdict(store, layout, digest)
     _check_merge(store, layout, digest)
@@ -44,13 +51,24 @@ def check_run(store: Store, folder: str) -> dict[str, Any]:
     }
 
 
-def _ledger(store: Store, layout: RunLayout) -> Ledger:
+def _halted(store: Store, folder: str) -> str | None:
+    """Why the run was stopped on purpose, if it was."""
+    stop = read_stop(store, folder)
+    if stop is not None:
+        return f"{folder} was {stop.advice(folder)}."
+    pilot = read_pilot(store, folder)
+    return pilot.message if pilot is not None and not pilot.success else None
+
+
+def _ledger(store: Store, layout: RunLayout, halted: str | None) -> Ledger:
     try:
         ledger = Ledger.read(store, layout.ledger)
     except FileNotFoundError as error:
         raise IncompleteRunError(
             f"{layout.folder} has no ledger: reconcile has not run. Clear reconcile {_DOWNSTREAM}."
         ) from error
+    if not ledger.complete and halted is not None:
+        raise GateError(halted)
     if not ledger.complete:
         problems = "; ".join(ledger.problems[:5]) or "its sums do not add up"
         raise IncompleteRunError(

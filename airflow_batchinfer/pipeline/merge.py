@@ -21,6 +21,7 @@ from airflow_batchinfer.errors import CorruptError, GateError, StaleLedgerError
 from airflow_batchinfer.pipeline import dead_letters, results
 from airflow_batchinfer.pipeline.answered import AnsweredBatch, answered_rows
 from airflow_batchinfer.pipeline.export import OrderedRows, write_exports
+from airflow_batchinfer.pipeline.published import remember_published
 from airflow_batchinfer.pipeline.scratch import scratch_folder
 from airflow_batchinfer.pipeline.split import load_plan
 from airflow_batchinfer.pipeline.tables import Publication, publish
@@ -64,6 +65,7 @@ def merge(store: Store, folder: str) -> MergeResult:
     with scratch_folder("merge") as scratch:
         result = _Merge(store, plan, ledger, scratch).run()
     result.write(store, RunLayout(folder).merge)
+    remember_published(store, plan)
     return result
 
 

@@ -17,7 +17,7 @@ from airflow_batchinfer.pipeline.profile import Profile, profile_shard
 from airflow_batchinfer.pipeline.shown import RowPicker, ShownRow, cut
 from airflow_batchinfer.pipeline.statistics import wilson
 from airflow_batchinfer.pipeline.verdict import Check
-from airflow_batchinfer.pipeline.words import duration
+from airflow_batchinfer.pipeline.words import amount, duration
 from airflow_batchinfer.run.document import Document
 from airflow_batchinfer.run.layout import RunLayout
 from airflow_batchinfer.run.outcome import Outcome, Reason
@@ -169,7 +169,7 @@ def _budget(spec: JobSpec, expected: Forecast) -> Iterator[Check]:
     """Forecast against budget. An amount that the pilot cannot tell is no reason to stop."""
     gate = spec.gate
     hours = 3600.0
-    for field, name, limit, amount, unit in (
+    for field, name, limit, interval, unit in (
         ("max_tokens", "forecast tokens", gate.max_tokens, expected.tokens, 1.0),
         ("max_held_hours", "forecast worker hours", gate.max_held_hours, expected.held_seconds, hours),
         ("max_hours", "forecast hours", gate.max_hours, expected.wall_seconds, hours),
@@ -181,20 +181,17 @@ def _budget(spec: JobSpec, expected: Forecast) -> Iterator[Check]:
             name=name,
             kind=f"gate.{field}",
             origin="limit",
-            severity="critical" if amount else "warning",
-            success=amount is not None and amount.expected / unit <= limit,
-            observed=_range(amount, unit) if amount else "the pilot was too short to tell",
+            severity="critical" if interval else "warning",
+            success=interval is not None and interval.expected / unit <= limit,
+            observed=_range(interval, unit) if interval else "the pilot was too short to tell",
             required=f"at most {limit:,.10g} (`gate.{field}`)",
         )
 
 
-def _range(amount: Interval, unit: float) -> str:
-    low, expected, high = (_amount(v / unit) for v in (amount.low, amount.expected, amount.high))
+def _range(interval: Interval, unit: float) -> str:
+    values = (interval.low, interval.expected, interval.high)
+    low, expected, high = (amount(value / unit) for value in values)
     return f"{expected} ({low} to {high})"
-
-
-def _amount(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _message(

@@ -12,6 +12,7 @@ import pandas as pd
 
 from airflow_batchinfer.errors import GateError, IncompleteRunError
 from airflow_batchinfer.pipeline.answers import ShardAnswers, shards_of
+from airflow_batchinfer.pipeline.drift import check_drift
 from airflow_batchinfer.pipeline.expectations import Expected, expectations_of, title
 from airflow_batchinfer.pipeline.frames import build_frame
 from airflow_batchinfer.pipeline.gx import EXAMPLES, validate_frame
@@ -58,9 +59,10 @@ def validate(store: Store, folder: str) -> Verdict:
         runner.see(shard)
     scores = labels.scores()
     limits = check_limits(spec, ledger, picker.dead(opened), scores)
+    drift = check_drift(store, plan, profile)
     expectations = runner.finish()
-    checks = [*limits, *expectations]
-    broken = any(c.blocks for c in limits)
+    checks = [*limits, *drift, *expectations]
+    broken = any(c.blocks for c in [*limits, *drift])
     unmet = any(c.blocks for c in expectations)
     verdict = Verdict(
         created_at=datetime.now(UTC).isoformat(timespec="milliseconds"),

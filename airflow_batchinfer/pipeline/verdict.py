@@ -10,7 +10,7 @@ from airflow_batchinfer.pipeline.labels import LabelScores
 from airflow_batchinfer.pipeline.profile import Profile
 from airflow_batchinfer.run.document import Document
 
-Origin = Literal["task", "spec", "suite", "limit"]
+Origin = Literal["task", "spec", "suite", "limit", "drift"]
 Severity = Literal["critical", "warning", "info"]
 
 

@@ -18,6 +18,11 @@ def results_table(job: str) -> str:
     return f"{job}/results"
 
 
+def published_runs(job: str) -> str:
+    """The note of a job's last published runs."""
+    return f"{job}/published.json"
+
+
 def runs_dir(job: str) -> str:
     """Folder of a job's runs."""
     return f"{job}/runs"
@@ -92,6 +97,19 @@ class RunLayout:
     def copies(self, shard: int, epoch: str) -> str:
         """The rows that are identical to one of the shard's rows and take its answer."""
         return f"{self.shard(shard)}/copies-{epoch}.parquet"
+
+    def kept(self, epoch: str) -> str:
+        """The rows of an incremental run that keep their earlier result."""
+        return f"{self.folder}/kept-{epoch}.parquet"
+
+    @property
+    def replays(self) -> str:
+        """Folder of the notes of replays of this run."""
+        return f"{self.folder}/replays"
+
+    def replay(self, run_id: str) -> str:
+        """The note of one replay of this run."""
+        return f"{self.replays}/{safe_run_id(run_id)}.json"
 
     def attempt(self, shard: int, epoch: str) -> str:
         """Folder of one attempt at a shard."""

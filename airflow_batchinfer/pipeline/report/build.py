@@ -9,6 +9,8 @@ from typing import Any, Literal, TypeVar
 
 from airflow_batchinfer.pipeline.answers import ShardAnswers, shards_of
 from airflow_batchinfer.pipeline.attempts import Attempt, attempts_of
+from airflow_batchinfer.pipeline.forecast import money
+from airflow_batchinfer.pipeline.pilot import PilotVerdict, read_pilot
 from airflow_batchinfer.pipeline.profile import Profile, profile_shard
 from airflow_batchinfer.pipeline.report.model import Report, ShardLine, Stage, Throughput
 from airflow_batchinfer.pipeline.shown import RowPicker
@@ -18,12 +20,13 @@ from airflow_batchinfer.run.layout import DEAD_LETTERS, RunLayout, results_table
 from airflow_batchinfer.run.ledger import Ledger
 from airflow_batchinfer.run.outcome import Outcome
 from airflow_batchinfer.run.plan import Plan
+from airflow_batchinfer.run.stop import Stop, read_stop
 from airflow_batchinfer.store import Store
 
 DEAD_EXAMPLES = 5
 """Dead letters shown for each reason."""
 
-Status = Literal["published", "held", "not published", "incomplete"]
+Status = Literal["published", "held", "not published", "stopped", "incomplete"]
 _D = TypeVar("_D", Ledger, Verdict)
 
 
@@ -58,15 +61,21 @@ def build_report(store: Store, plan: Plan) -> Report:
     unprocessed = plan.rows - profile.rows
     problems = _problems(plan, profile, ledger, lines)
     status: Status
+    pilot, stop = read_pilot(store, plan.folder), read_stop(store, plan.folder)
+    halted = stop is not None or (pilot is not None and not pilot.success)
     if ledger is None or not ledger.complete or unprocessed:
-        status = "incomplete"
+        status = "stopped" if halted else "incomplete"
     elif published:
         status = "published"
     elif verdict is not None and not verdict.publish:
         status = "held"
     else:
         status = "not published"
-    kept = profile.prompt_tokens.total + profile.output_tokens.total
+    kept = Tokens(
+        prompt=profile.prompt_tokens.total, output=profile.output_tokens.total, cached=profile.cached_tokens
+    )
+    throughput = _throughput(profile, lines)
+    prices = plan.spec.cost
     return Report(
         job=plan.job,
         run_id=plan.run_id,
@@ -75,7 +84,7 @@ def build_report(store: Store, plan: Plan) -> Report:
         fingerprint=plan.fingerprint,
         created_at=datetime.now(UTC).isoformat(timespec="seconds"),
         status=status,
-        headline=_headline(status, plan, profile, lines, verdict),
+        headline=_headline(status, plan, profile, lines, verdict, pilot, stop),
         problems=problems,
         warnings=list(plan.warnings),
         ledger_sha256=ledger_sha256,
@@ -85,19 +94,19 @@ def build_report(store: Store, plan: Plan) -> Report:
         rows=plan.rows,
         counts=_by_outcome({**profile.counts, Outcome.UNPROCESSED: unprocessed}),
         reasons=profile.reasons,
-        tokens=Tokens(
-            prompt=profile.prompt_tokens.total,
-            output=profile.output_tokens.total,
-            cached=profile.cached_tokens,
-        ),
-        tokens_lost=max(0, paid - kept),
+        tokens=kept,
+        tokens_lost=max(0, paid - kept.prompt - kept.output),
         tokens_saved=profile.saved_tokens,
         dedup_rows=profile.rows - profile.sent,
-        throughput=_throughput(profile, lines),
+        throughput=throughput,
         stages=_stages(start, lines, ledger, verdict, merged),
         shards=lines,
         profile=profile,
         verdict=verdict,
+        pilot=pilot,
+        stop=stop,
+        cost=money(prices, kept, throughput.held_seconds) if prices else None,
+        currency=prices.currency if prices else "",
         samples=picker.succeeded(opened),
         dead_letters=picker.dead(opened),
         places={
@@ -192,7 +201,13 @@ def _problems(plan: Plan, profile: Profile, ledger: Ledger | None, lines: list[S
 
 
 def _headline(
-    status: Status, plan: Plan, profile: Profile, lines: list[ShardLine], verdict: Verdict | None
+    status: Status,
+    plan: Plan,
+    profile: Profile,
+    lines: list[ShardLine],
+    verdict: Verdict | None,
+    pilot: PilotVerdict | None,
+    stop: Stop | None,
 ) -> str:
     good = profile.counts.get(Outcome.SUCCEEDED, 0)
     dead = profile.rows - good
@@ -203,6 +218,12 @@ def _headline(
     if status == "held":
         assert verdict is not None
         return f"Held back: {verdict.message}"
+    if status == "stopped":
+        if stop is not None:
+            done = f"{profile.rows:,} of {plan.rows:,} rows have an outcome, which is kept"
+            return f"Stopped by {stop.by}: {stop.reason}. {done}."
+        assert pilot is not None
+        return pilot.message
     if status == "not published":
         return f"Complete but not published: {counted}. Run merge."
     open_shards = [line for line in lines if line.state != "committed"]

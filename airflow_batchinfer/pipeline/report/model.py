@@ -6,11 +6,13 @@ from typing import Literal
 
 from pydantic import Field
 
+from airflow_batchinfer.pipeline.pilot import PilotVerdict
 from airflow_batchinfer.pipeline.profile import Profile
 from airflow_batchinfer.pipeline.shown import ShownRow
 from airflow_batchinfer.pipeline.verdict import Verdict
 from airflow_batchinfer.run.commit import Tokens
 from airflow_batchinfer.run.document import Document
+from airflow_batchinfer.run.stop import Stop
 
 
 class Stage(Document):
@@ -60,7 +62,7 @@ class Report(Document):
     folder: str
     fingerprint: str
     created_at: str
-    status: Literal["published", "held", "not published", "incomplete"]
+    status: Literal["published", "held", "not published", "stopped", "incomplete"]
     headline: str = Field(description="The run in one sentence.")
     problems: list[str]
     warnings: list[str]
@@ -80,6 +82,10 @@ class Report(Document):
     shards: list[ShardLine]
     profile: Profile
     verdict: Verdict | None
+    pilot: PilotVerdict | None = None
+    stop: Stop | None = None
+    cost: float | None = Field(None, description="Money spent, at the job's prices.")
+    currency: str = ""
     samples: list[ShownRow]
     dead_letters: dict[str, list[ShownRow]] = Field(description="Examples by reason.")
     places: dict[str, str] = Field(description="Where tables and files are.")

@@ -6,7 +6,11 @@ from typing import Any
 
 import pytest
 
+from airflow_batchinfer.errors import GateError
+from airflow_batchinfer.pipeline.gate import check_run
+from airflow_batchinfer.pipeline.pilot import judge_pilot
 from airflow_batchinfer.pipeline.report import Report, write_report
+from airflow_batchinfer.run.stop import set_stop
 from tests.unit.quality.runs import MadeRun, make_run, make_spec, tickets, truthful
 
 pytestmark = pytest.mark.airflow_env
@@ -141,3 +145,60 @@ def test_embeddings_are_described(root: Path) -> None:
 
 def _generate(root: Path) -> Any:
     return make_spec(root, task={"type": "generate"})
+
+
+def test_forecast_is_set_against_what_came(root: Path, publish: Callable[[MadeRun], None]) -> None:
+    spec = make_spec(root, pilot={"rows": 20}, cost={"per_hour": 2.0, "currency": "EUR"})
+    run = make_run(
+        root,
+        tickets(100),
+        lambda row: {"output": row["label"], "at": 40 + int(row["id"][1:])},
+        spec=spec,
+        shards=5,
+        pilot=True,
+    )
+    judge_pilot(run.store, run.folder)
+    run.reconcile()
+    publish(run)
+    report = write_report(run.store, run.folder)
+    assert report.cost == pytest.approx(2.0 * 200 / 3600)
+    html = run.store.read_bytes(run.layout.report("html")).decode()
+    section = html[html.index("<h2>Pilot</h2>") : html.index("<h2>Checks</h2>")]
+    assert "3,000" in section
+    assert section.count("inside") + section.count("outside") == 5
+    assert "cost in EUR" in section
+
+
+def test_failed_pilot_is_the_headline(root: Path) -> None:
+    spec = make_spec(root, pilot={"rows": 20})
+    run = make_run(
+        root,
+        tickets(100),
+        lambda _: {"reason": "invalid_output", "output": "?"},
+        spec=spec,
+        shards=5,
+        pilot=True,
+        uncommitted=range(1, 5),
+    )
+    with pytest.raises(GateError):
+        judge_pilot(run.store, run.folder)
+    run.reconcile()
+    report = write_report(run.store, run.folder)
+    assert report.status == "stopped"
+    assert report.headline.startswith("The pilot failed, so the fleet was not started")
+    with pytest.raises(GateError, match="The pilot failed"):
+        check_run(run.store, run.folder)
+
+
+def test_stopped_line_is_the_headline_until_the_run_is_complete(root: Path) -> None:
+    run = make_run(root, tickets(30), uncommitted=[1])
+    run.reconcile()
+    set_stop(run.store, run.folder, "60 of the last 60 rows did not succeed", by="worker of shard 0001")
+    report = write_report(run.store, run.folder)
+    assert report.status == "stopped"
+    assert report.headline == (
+        "Stopped by worker of shard 0001: 60 of the last 60 rows did not succeed. "
+        "25 of 30 rows have an outcome, which is kept."
+    )
+    with pytest.raises(GateError, match=r"stopped by worker of shard 0001.*airflow_batchinfer resume"):
+        check_run(run.store, run.folder)

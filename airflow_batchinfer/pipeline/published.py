@@ -1,0 +1,54 @@
+"""Which runs of a job were published last: what the next run is compared with."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from airflow_batchinfer.run.document import Document
+from airflow_batchinfer.run.layout import published_runs
+from airflow_batchinfer.run.plan import Plan
+from airflow_batchinfer.store import Store
+
+_KEPT = 20
+
+
+class PublishedRun(Document):
+    """One run that was merged into the results table."""
+
+    folder: str
+    run_id: str
+    created_at: str = Field(description="When its plan was made, ISO 8601.")
+
+
+class PublishedRuns(Document):
+    """The last published runs of a job, by the time of their plans."""
+
+    runs: list[PublishedRun] = Field(default_factory=list)
+
+
+def remember_published(store: Store, plan: Plan) -> None:
+    """Note that a run was published; noting it again changes nothing. Raises `StoreError`, `CorruptError`.
+
+    Two runs of one job that publish at the same moment may lose one note; only drift reads them.
+    """
+    own = PublishedRun(folder=plan.folder, run_id=plan.run_id, created_at=plan.created_at)
+    others = [run for run in _read(store, plan.job).runs if run.folder != plan.folder]
+    runs = sorted([*others, own], key=lambda run: run.created_at)[-_KEPT:]
+    PublishedRuns(runs=runs).write(store, published_runs(plan.job))
+
+
+def last_published(store: Store, plan: Plan) -> PublishedRun | None:
+    """The newest published run of the same job that was planned before this one, or none."""
+    before = [
+        run
+        for run in _read(store, plan.job).runs
+        if run.folder != plan.folder and run.created_at <= plan.created_at
+    ]
+    return before[-1] if before else None
+
+
+def _read(store: Store, job: str) -> PublishedRuns:
+    try:
+        return PublishedRuns.read(store, published_runs(job))
+    except FileNotFoundError:
+        return PublishedRuns()
