@@ -1,0 +1,1 @@
+"""Faults at fixed points, and an oracle that reads only the store. `make chaos` runs the whole matrix."""
