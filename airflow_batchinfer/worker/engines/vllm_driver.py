@@ -15,6 +15,7 @@ from vllm.inputs.engine import tokens_input
 from vllm.lora.request import LoRARequest
 from vllm.outputs import PoolingRequestOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.usage.usage_lib import UsageContext
 
 from airflow_batchinfer.errors import SpecError
@@ -44,6 +45,8 @@ class VllmDriver:
         self._task = spec.task
         self._sampling = spec.sampling
         self._config = engine_config(spec)
+        self._parameters: dict[int, SamplingParams | PoolingParams] = {}
+        self._check_parameters()
         self._engine = LLMEngine.from_vllm_config(
             self._config, UsageContext.LLM_CLASS, disable_log_stats=True
         )
@@ -52,7 +55,6 @@ class VllmDriver:
             if spec.model.adapter
             else None
         )
-        self._parameters: dict[int, SamplingParams | PoolingParams] = {}
         self.counters = {"steps": 0, "prefilled_tokens": 0, "cached_tokens": 0, "made_tokens": 0}
         """Totals since the start: engine steps with output, prompt tokens computed, taken from the
         prefix cache, and tokens made."""
@@ -184,11 +186,29 @@ class VllmDriver:
             case _:
                 return None
 
-    def _warm_up(self) -> None:
-        """Run one short prompt with the job's own parameters.
+    def _check_parameters(self) -> None:
+        """Let vLLM look at the job's parameters and grammar before the model is loaded, as it costs less.
 
         Raises:
-            SpecError: vLLM refuses them, or cannot compile the grammar.
+            SpecError: it refuses them.
+        """
+        parameters = self._parameters_for(self._sampling.seed)
+        if isinstance(parameters, PoolingParams):
+            return
+        config = self._config
+        tokenizer = cached_tokenizer_from_config(config.model_config)
+        try:
+            parameters.verify(
+                config.model_config, config.speculative_config, config.structured_outputs_config, tokenizer
+            )
+        except (VLLMClientError, ValueError) as error:
+            raise SpecError(f"{self._blame()}: vLLM refuses it: {str(error).strip()}") from error
+
+    def _warm_up(self) -> None:
+        """Run one short prompt with the job's own parameters, so that the grammar is compiled.
+
+        Raises:
+            SpecError: that fails.
         """
         failure = self.add("warm-up", self._sampling.seed, [self._some_token()])
         results = [] if failure is None else [failure]

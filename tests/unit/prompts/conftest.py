@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from .jobs import MODELS
+from tests.unit.prompts.jobs import MODELS
 
 
 @pytest.fixture(scope="session")

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from airflow_batchinfer.errors import SpecError
 from airflow_batchinfer.prompts.builder import Prepared, Prompt, PromptBuilder, Rejected
 from airflow_batchinfer.run.outcome import Reason
-
-from .jobs import MODELS, job
+from tests.unit.prompts.jobs import MODELS, job
 
 pytestmark = pytest.mark.worker_env
 
