@@ -191,10 +191,16 @@ def task_name(task: Mapping[str, Any]) -> str:
 
 
 class AirflowStack:
-    """Airflow's three processes, started and stopped by pid. Use as a context manager."""
+    """Airflow's processes, started and stopped by pid. Use as a context manager."""
 
     def __init__(
-        self, home: Path, dags: Path, *, env: Mapping[str, str] | None = None, python: str = sys.executable
+        self,
+        home: Path,
+        dags: Path,
+        *,
+        env: Mapping[str, str] | None = None,
+        python: str = sys.executable,
+        triggerer: bool = False,
     ) -> None:
         """Prepare; nothing runs yet.
 
@@ -203,7 +209,9 @@ class AirflowStack:
             dags: folder with the DAG files.
             env: more environment variables, which win over `SETTINGS`.
             python: an interpreter that has Airflow.
+            triggerer: start one as well, for deferrable operators.
         """
+        self._components = (*_COMPONENTS, "triggerer") if triggerer else _COMPONENTS
         self.home = home.resolve()
         self.python = python
         self.port = _free_port()
@@ -220,7 +228,7 @@ class AirflowStack:
         self.stop()
 
     def start(self, timeout: float = 240.0) -> None:
-        """Create the database if need be, start all three and wait until each reports in.
+        """Create the database if need be, start them all and wait until each reports in.
 
         Raises:
             StackError: one of them ended, or is not ready in time; with the end of its log.
@@ -228,7 +236,7 @@ class AirflowStack:
         (self.home / "logs").mkdir(parents=True, exist_ok=True)
         self.airflow("db", "migrate")
         try:
-            for component in _COMPONENTS:
+            for component in self._components:
                 self._processes[component] = self._spawn(component)
             self._wait_until_ready(timeout)
         except BaseException:
@@ -319,7 +327,7 @@ class AirflowStack:
         while not self.api.healthy():
             self.check()
             if time.monotonic() > deadline:
-                tails = "\n\n".join(f"{c}:\n{self.log_tail(c, 15)}" for c in _COMPONENTS)
+                tails = "\n\n".join(f"{c}:\n{self.log_tail(c, 15)}" for c in self._components)
                 raise StackError(f"Airflow is not ready after {timeout:.0f} s\n{tails}")
             time.sleep(1.0)
         self.api.login()
@@ -337,10 +345,14 @@ def _free_port() -> int:
         return port
 
 
+_FRAME_FIELDS = frozenset({"timestamp", "event", "level", "logger", "filename", "lineno", "error_detail"})
+"""Fields of a log event that say where it comes from, not what happened."""
+
+
 def _event_line(event: Any) -> str:
-    """A structured log event as one line: its message, then what else it says."""
+    """A structured log event as one line: its message, what else it says, and its exceptions."""
     if not isinstance(event, Mapping):
         return str(event)
-    details = event.get("error_detail") or []
-    errors = [f"{e.get('exc_type')}: {e.get('exc_value')}" for e in details]
-    return " ".join([str(event.get("event", "")), *errors])
+    errors = [f"{e.get('exc_type')}: {e.get('exc_value')}" for e in event.get("error_detail") or []]
+    more = [f"{key}={value}" for key, value in event.items() if key not in _FRAME_FIELDS]
+    return " ".join([str(event.get("event", "")), *more, *errors])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -13,7 +14,16 @@ import pytest
 if TYPE_CHECKING:
     from scripts.airflow_stack import AirflowApi
 
+from tests.s3.servers import ACCESS_KEY, SECRET_KEY
+
 ROOT = Path(__file__).resolve().parents[2]
+STORE_CONNECTION = {
+    "conn_type": "aws",
+    "login": ACCESS_KEY,
+    "password": SECRET_KEY,
+    "extra": {"region_name": "us-east-1"},
+}
+"""Airflow's connection `test_store`: the credentials of the S3 servers that tests start."""
 
 
 @pytest.fixture(scope="session")
@@ -23,7 +33,15 @@ def airflow_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def airflow(tmp_path_factory: pytest.TempPathFactory, airflow_store: Path) -> Iterator[AirflowApi]:
+def kubeconfig(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the test DAGs look for a cluster; the tests that have one write it."""
+    return tmp_path_factory.mktemp("kube") / "kubeconfig"
+
+
+@pytest.fixture(scope="session")
+def airflow(
+    tmp_path_factory: pytest.TempPathFactory, airflow_store: Path, kubeconfig: Path
+) -> Iterator[AirflowApi]:
     """REST client of an Airflow that has the shipped DAGs and those of the tests."""
     from scripts.airflow_stack import AirflowStack
 
@@ -37,9 +55,12 @@ def airflow(tmp_path_factory: pytest.TempPathFactory, airflow_store: Path) -> It
         "AIRFLOW__BATCHINFER__STORE": str(airflow_store),
         "AIRFLOW__BATCHINFER__WORKER_PYTHON": sys.executable,
         "BATCHINFER_TEST_WORKER_PYTHON": str(worker_python()),
+        "BATCHINFER_TEST_KUBECONFIG": str(kubeconfig),
+        "AIRFLOW_CONN_TEST_STORE": json.dumps(STORE_CONNECTION),
+        "AWS_EC2_METADATA_DISABLED": "true",
     }
-    with AirflowStack(home, dags, env=env) as stack:
-        for dag_id in ("any_job",):
+    with AirflowStack(home, dags, env=env, triggerer=True) as stack:
+        for dag_id in ("any_job", "retried_job", "somebodys_own"):
             stack.api.wait_for_dag(dag_id)
         yield stack.api
 

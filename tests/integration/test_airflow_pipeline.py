@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import httpx
 import pytest
 
@@ -51,10 +53,11 @@ def test_text_and_template_arrive_verbatim(whole):
 
 
 def test_mapped_tasks_read_as_shards(airflow, whole):
-    run_id, run, _ = whole
+    run_id, _, _ = whole
     labels = [t["rendered_map_index"] for t in airflow.tasks("any_job", run_id) if t["task_id"] == "infer"]
-    tokens = [shard.predicted_tokens for shard in run.plan.shards]
-    assert sorted(labels) == [f"shard {i:04d} · 10 rows · {tokens[i]} tokens" for i in range(4)]
+    assert len(labels) == 4
+    for shard, label in enumerate(sorted(labels)):
+        assert re.fullmatch(rf"shard {shard:04d} · 10 rows · 1\.\dk tokens", label)
 
 
 def test_xcom_carries_addresses_and_counts_only(airflow, whole):

@@ -141,7 +141,7 @@ def test_terminated_tasks_never_succeed_and_reclaims_cost_no_retry(airflow, airf
     assert tries == {0: 1, 1: 2}
     assert "the worker was reclaimed" in airflow.log("retried_job", run_id, "infer", 0)
     first = airflow.log("retried_job", run_id, "infer", 1, attempt=1)
-    assert "worker lost: Airflow ended this task" in first
+    assert "reason=worker lost: Airflow ended this task" in first
     assert_each_row_once(run)
     assert max(paid(log).values()) <= 2
 

@@ -28,6 +28,8 @@ retried_job = batch_inference(
     job_of_conf, dag_id="retried_job", params=PARAMS, retries=1, retry_delay=timedelta(seconds=1)
 )
 
+piloted_job = batch_inference(job_of_conf, dag_id="piloted_job", params=PARAMS, retries=0, pilot=True)
+
 model_job = batch_inference(
     job_of_conf,
     dag_id="model_job",
