@@ -48,7 +48,11 @@ _RESERVED_OUTPUT_COLUMNS = frozenset(
         "run_created_at",
         "generation",
         "answered_in",
+        "merged_by",
         "fingerprint",
+        "run_fingerprint",
+        "input_digest",
+        "change",
     }
 )
 """Columns the results table always has; an output or carried column may not take their names."""
@@ -486,6 +490,9 @@ class ReportSpec(_Strict):
 
     samples: int = Field(20, ge=0, le=1000, description="Prompts and outputs shown, drawn at random.")
     seed: int = Field(0, ge=0, description="Seed of that draw.")
+    review_rows: int = Field(
+        50, ge=0, le=5000, description="Rows of `review.csv`, a sheet for a person to mark; 0 for none."
+    )
 
 
 class ExportSpec(_Strict):
@@ -525,6 +532,20 @@ class JobSpec(_Strict):
     drift: DriftSpec = Field(default_factory=DriftSpec, description="Comparison with the last published run.")
     report: ReportSpec = Field(default_factory=ReportSpec, description="The report.")
     export: list[ExportSpec] = Field(default_factory=list, description="Plain files of the results.")
+    incremental: bool = Field(
+        False,
+        description=(
+            "Send only rows whose content or job changed since the last published run; the others keep "
+            "their result. Needs `input.id_column`."
+        ),
+    )
+    removed_rows: Literal["tombstone", "keep"] = Field(
+        "tombstone",
+        description=(
+            "Incremental runs: a row gone from the input stays in the results with its output emptied "
+            "(`tombstone`, for one run) or as it was (`keep`); either way its `change` is `removed`."
+        ),
+    )
     on_changed_spec: Literal["fail", "restart"] = Field(
         "fail",
         description=(
@@ -549,6 +570,8 @@ class JobSpec(_Strict):
                     f"carried column `{name}` collides with a column of the results table; "
                     "set `output.carry_prefix` or `output.column`"
                 )
+        if self.incremental and self.input.id_column is None:
+            raise ValueError("`incremental` needs `input.id_column`: rows are told apart by it")
         if self.overlong.combine == "majority" and not isinstance(self.task, ChoiceTask):
             raise ValueError("`overlong.combine: majority` is for `task.type: choice`")
         if self.validation.min_accuracy is not None and not (

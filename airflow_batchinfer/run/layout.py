@@ -82,6 +82,10 @@ class RunLayout:
         """What became of one pod."""
         return f"{self.launches(shard)}/{pod}.json"
 
+    def review(self, extension: str) -> str:
+        """The sheet that a person fills in (`csv`), and what it says (`json`)."""
+        return f"{self.folder}/review.{extension}"
+
     def report(self, extension: str) -> str:
         """The report, `html` or `json`."""
         return f"{self.folder}/report.{extension}"

@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeVar
 
 from airflow_batchinfer.pipeline.answers import ShardAnswers, shards_of
 from airflow_batchinfer.pipeline.attempts import Attempt, attempts_of
+from airflow_batchinfer.pipeline.eyes import read_review
 from airflow_batchinfer.pipeline.forecast import money
 from airflow_batchinfer.pipeline.pilot import PilotVerdict, read_pilot
 from airflow_batchinfer.pipeline.profile import Profile, profile_shard
@@ -107,11 +108,13 @@ def build_report(store: Store, plan: Plan) -> Report:
         stop=stop,
         cost=money(prices, kept, throughput.held_seconds) if prices else None,
         currency=prices.currency if prices else "",
+        review=read_review(store, plan.folder),
         samples=picker.succeeded(opened),
         dead_letters=picker.dead(opened),
         places={
             "results table": store.uri_of(results_table(plan.job)),
             "dead-letter table": store.uri_of(DEAD_LETTERS),
+            "sheet to mark by hand": store.uri_of(layout.review("csv")),
             "run folder": store.uri_of(plan.folder),
         },
     )
@@ -213,7 +216,9 @@ def _headline(
     dead = profile.rows - good
     counted = f"{good:,} of {plan.rows:,} rows succeeded, {dead:,} {_are(dead)} dead letters"
     if status == "published":
-        warned = " with warnings" if verdict is not None and not verdict.success else ""
+        warned = (
+            " with warnings" if verdict is not None and any(not c.success for c in verdict.checks) else ""
+        )
         return f"Published{warned}: {counted}."
     if status == "held":
         assert verdict is not None

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from airflow_batchinfer.pipeline.eyes import Review
 from airflow_batchinfer.pipeline.pilot import PilotVerdict
 from airflow_batchinfer.pipeline.profile import Profile
 from airflow_batchinfer.pipeline.shown import ShownRow
@@ -86,6 +87,7 @@ class Report(Document):
     stop: Stop | None = None
     cost: float | None = Field(None, description="Money spent, at the job's prices.")
     currency: str = ""
+    review: Review | None = Field(None, description="What a person found on the sample.")
     samples: list[ShownRow]
     dead_letters: dict[str, list[ShownRow]] = Field(description="Examples by reason.")
     places: dict[str, str] = Field(description="Where tables and files are.")

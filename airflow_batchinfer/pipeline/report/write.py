@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import jinja2
+from markupsafe import Markup
 
 from airflow_batchinfer.pipeline import words
+from airflow_batchinfer.pipeline.eyes import write_sheet
 from airflow_batchinfer.pipeline.report import charts
 from airflow_batchinfer.pipeline.report.build import build_report
 from airflow_batchinfer.pipeline.report.model import Report
@@ -16,13 +18,18 @@ from airflow_batchinfer.store import Store
 def write_report(store: Store, folder: str) -> Report:
     """Write `report.html`, then `report.json`, from what the run at `folder` left so far.
 
+    A complete run gets its review sheet too, unless it has one.
+
     Raises:
         FileNotFoundError: the run has no plan.
         CorruptError: a document or part cannot be read, naming it.
         StoreError: the store cannot be read or written.
     """
     layout = RunLayout(folder)
-    report = build_report(store, Plan.read(store, layout.plan))
+    plan = Plan.read(store, layout.plan)
+    report = build_report(store, plan)
+    if plan.spec.report.review_rows and report.status != "incomplete":
+        write_sheet(store, folder, plan.spec.report.review_rows)
     store.write_bytes(layout.report("html"), render_html(report).encode())
     report.write(store, layout.report("json"))
     return report
@@ -38,5 +45,11 @@ def render_html(report: Report) -> str:
         lstrip_blocks=True,
     )
     environment.globals.update(charts=charts, words=words)
-    environment.filters.update(number=words.amount, duration=words.duration, share=words.share)
+    environment.filters.update(number=words.amount, duration=words.duration, share=words.share, code=_code)
     return environment.get_template("report.html.j2").render(r=report)
+
+
+def _code(text: str) -> Markup:
+    """Text with what stands between backticks set as code."""
+    pieces = (Markup("<code>{}</code>" if i % 2 else "{}").format(p) for i, p in enumerate(text.split("`")))
+    return Markup("").join(pieces)

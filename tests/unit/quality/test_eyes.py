@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import csv
+import io
+from pathlib import Path
+
+import pytest
+
+from airflow_batchinfer.errors import InputError
+from airflow_batchinfer.pipeline.eyes import read_sheet, write_sheet
+from airflow_batchinfer.pipeline.report import write_report
+from tests.unit.quality.runs import MadeRun, make_run, make_spec, tickets
+
+pytestmark = pytest.mark.airflow_env
+
+
+@pytest.fixture
+def run(root: Path) -> MadeRun:
+    spec = make_spec(root, task={"type": "generate"})
+    made = make_run(
+        root, tickets(60), lambda row: {"output": "=1+1" if row["id"] == "T3" else "ok"}, spec=spec
+    )
+    made.reconcile()
+    return made
+
+
+def lines(run: MadeRun) -> list[dict[str, str]]:
+    text = run.store.read_bytes(run.layout.review("csv")).decode("utf-8-sig")
+    return list(csv.DictReader(io.StringIO(text, newline="")))
+
+
+def marked(run: MadeRun, marks: list[str]) -> bytes:
+    sheet = lines(run)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, sheet[0].keys())
+    writer.writeheader()
+    writer.writerows({**line, "correct": mark} for line, mark in zip(sheet, marks, strict=True))
+    return text.getvalue().encode()
+
+
+def test_sheet_holds_prompts_and_outputs(run: MadeRun) -> None:
+    write_sheet(run.store, run.folder, 60)
+    sheet = lines(run)
+    assert [int(line["row_id"]) for line in sheet] == list(range(60))
+    assert sheet[5]["custom_id"] == "T5"
+    assert sheet[5]["prompt"] == "[system] You sort tickets.\n\n[user] Ticket: ticket 5 about praise"
+    assert sheet[5]["correct"] == ""
+
+
+def test_output_is_no_formula(run: MadeRun) -> None:
+    write_sheet(run.store, run.folder, 60)
+    assert lines(run)[3]["output"] == "'=1+1"
+
+
+def test_marks_become_an_accuracy_with_an_interval(run: MadeRun) -> None:
+    write_sheet(run.store, run.folder, 10)
+    review = read_sheet(run.store, run.folder, marked(run, ["yes"] * 6 + ["No", "n"] + ["", " "]))
+    assert (review.sampled, review.judged, review.correct) == (10, 8, 6)
+    assert review.accuracy == 0.75
+    assert (review.low, review.high) == pytest.approx((0.4093, 0.9285), abs=1e-3)
+    assert len(review.wrong) == 2
+    assert write_report(run.store, run.folder).review == review
+    html = run.store.read_bytes(run.layout.report("html")).decode()
+    assert "6 of 8 marked rows are correct: 75.0%, and 95 % likely between 40.9% and 92.9%" in html
+
+
+def test_sheet_in_the_store_is_read_by_default(run: MadeRun) -> None:
+    write_sheet(run.store, run.folder, 3)
+    assert read_sheet(run.store, run.folder).sentence() == "None of the 3 sampled rows is marked yet."
+
+
+def test_a_begun_sheet_is_never_overwritten(run: MadeRun) -> None:
+    run.store.write_bytes(run.layout.review("csv"), b"row_id,correct\n1,yes\n")
+    write_report(run.store, run.folder)
+    assert read_sheet(run.store, run.folder).correct == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"row_id,correct\n1,maybe\n", "record 2: `correct` is 'maybe'; write yes or no"),
+        (b"row_id,correct\nx,yes\n", "record 2: `row_id` is 'x'"),
+        (b"id,ok\n1,yes\n", "has no column `correct`"),
+        (b"\xff\xfe\x00", "no CSV in UTF-8"),
+    ],
+)
+def test_wrong_sheets_are_refused_by_line(run: MadeRun, content: bytes, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        read_sheet(run.store, run.folder, content)
