@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Self
+
+from pydantic import Field, model_validator
 
 from airflow_batchinfer.errors import CorruptError
 from airflow_batchinfer.run.document import Document
@@ -50,6 +52,18 @@ class Commit(Document):
     attempts: int = Field(1, description="Attempts whose parts it names, its own included.")
     held_seconds: float = Field(0.0, description="Process seconds of this attempt, start to commit.")
     engine: dict[str, str] = Field(default_factory=dict, description="Engine name, version, options.")
+
+    @model_validator(mode="after")
+    def _adds_up(self) -> Self:
+        """A commit is a proof: one whose own sums differ is none, whoever wrote it."""
+        in_parts = sum(part.rows for part in self.parts) - self.overlapping_rows
+        if in_parts != self.sent:
+            raise ValueError(f"its parts hold {in_parts} rows, the shard sends {self.sent}")
+        if sum(self.counts.values()) != self.rows:
+            raise ValueError(
+                f"its counts add up to {sum(self.counts.values())}, the shard has {self.rows} rows"
+            )
+        return self
 
 
 def commits_of(store: Store, layout: RunLayout, shard: int) -> tuple[list[Commit], list[str]]:

@@ -98,7 +98,7 @@ class PartWriter:
     def _write_commit(self, shard: ShardRun, engine: EngineInfo | None) -> None:
         shard.check()
         resumed, paid, held = shard.resumed, shard.paid, self._held()
-        own = self._parts.pop(shard.shard, [])
+        own = self._parts.get(shard.shard, [])
         commit = Commit(
             shard=shard.shard,
             epoch=shard.epoch,
@@ -123,6 +123,7 @@ class PartWriter:
             else {"name": engine.name, "version": engine.version, **engine.options},
         )
         commit.write(self._store, self._layout.commit(shard.shard, shard.epoch))
+        self._parts.pop(shard.shard, None)  # only now: a write that fails is tried again
         self._held_before = held
         shard.committed = True
         log.info("shard %d committed: %s", shard.shard, dict(shard.counts))
