@@ -17,7 +17,7 @@ from airflow_batchinfer.errors import CorruptError
 from airflow_batchinfer.pipeline.answers import positions
 from airflow_batchinfer.run.commit import Commit
 from airflow_batchinfer.run.plan import PlannedShard
-from airflow_batchinfer.run.shard import CARRY, COPIES, CUSTOM_ID, INPUT, PART_SCHEMA, ROW_ID
+from airflow_batchinfer.run.shard import CARRY, COPIES, CUSTOM_ID, INPUT, PART_SCHEMA, ROW_ID, TRACKED_FIELDS
 from airflow_batchinfer.store import Store
 
 _BATCH_ROWS = 8_192
@@ -33,6 +33,7 @@ class AnsweredBatch:
         carried: by the names of the carried columns.
         input: the columns that the prompt reads, as a struct.
         answers: columns of `PART_SCHEMA` without `row_id`.
+        tracked: `input_digest` and `change` of incremental jobs' rows; nulls for others.
         copy_of: row id of the sent row that was paid for; null for a row that was sent itself.
     """
 
@@ -41,6 +42,7 @@ class AnsweredBatch:
     carried: dict[str, pa.Array]
     input: pa.StructArray
     answers: pa.RecordBatch
+    tracked: dict[str, pa.Array]
     copy_of: pa.Array
 
 
@@ -73,7 +75,6 @@ class _Inputs:
     """The `input` of sent rows by row id: only the rows that have copies are held."""
 
     def __init__(self, store: Store, key: str) -> None:
-        filesystem, root = store.filesystem()
         self._rows = pa.Table.from_batches(
             [
                 batch.filter(pc.greater(batch.column(COPIES), 0))
@@ -115,6 +116,10 @@ def _beside(
         carried=columns,
         input=inputs,
         answers=taken[0],
+        tracked={
+            f.name: own.column(f.name) if f.name in own.schema.names else pa.nulls(own.num_rows, f.type)
+            for f in TRACKED_FIELDS
+        },
         copy_of=answered_by if own is not sent else pa.nulls(own.num_rows, pa.int64()),
     )
 

@@ -43,7 +43,7 @@ SCHEMA = pa.schema(
     ]
 )
 """Columns of the table. `input` is JSON text of the columns the prompt reads. `attempts` counts over the
-run and its replays; `replays` how often the row was sent again, the last time in `last_run`."""
+run and its replays; `replays` how often the row was sent again; `last_run` is the last run that ended with it dead."""
 
 PARTITION_BY = ("job", "run_id")
 
@@ -51,10 +51,10 @@ PARTITION_BY = ("job", "run_id")
 class LetterWriter:
     """Turns answered rows into letters. Holds a small DuckDB for the JSON of inputs."""
 
-    def __init__(self, plan: Plan, run_id: str) -> None:
-        """Letters are filed under `run_id`; the plan says which run answered them."""
+    def __init__(self, plan: Plan) -> None:
+        """Letters of `plan`'s run, filed under the run that it repairs if it is a replay."""
         self._plan = plan
-        self._run_id = run_id
+        self._run_id = plan.replay_of.run_id if plan.replay_of else plan.run_id
         self._connection = duckdb.connect(config={"threads": 1})
 
     def letters(self, batch: AnsweredBatch) -> pa.RecordBatch | None:
@@ -89,8 +89,6 @@ class LetterWriter:
 
     def _as_json(self, inputs: pa.StructArray) -> pa.Array:
         self._connection.register("inputs", pa.table({"input": inputs}))
-        table = self._connection.execute(
-            "SELECT to_json(input)::VARCHAR AS input FROM inputs"
-        ).to_arrow_table()
+        table = self._connection.sql("SELECT to_json(input)::VARCHAR AS input FROM inputs").to_arrow_table()
         self._connection.unregister("inputs")
         return table["input"].combine_chunks()

@@ -51,9 +51,10 @@ class FoundFile:
 
 @dataclass(frozen=True)
 class FoundTable:
-    """A Delta table as input: its folder's address."""
+    """A Delta table as input: its folder's address, and a store with the folder as root."""
 
     uri: str
+    store: Store
 
 
 def find_input(spec: InputSpec) -> list[FoundFile] | FoundTable:
@@ -72,7 +73,8 @@ def find_input(spec: InputSpec) -> list[FoundFile] | FoundTable:
             raise InputError(f"input.path: {tables[0]} is a Delta table; name it alone, not in a list")
         if not _is_delta(tables[0], spec):
             raise InputError(f"input.path: {tables[0]} is no Delta table: it has no `_delta_log` folder")
-        return FoundTable(_local_path(tables[0]) if "://" not in tables[0] else tables[0])
+        store = open_store(tables[0] if "://" in tables[0] else _local_path(tables[0]), spec.storage_options)
+        return FoundTable(store.uri, store)
     found: dict[str, FoundFile] = {}
     for path in paths:
         for file in _files_of(path, spec):

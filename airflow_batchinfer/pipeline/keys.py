@@ -18,6 +18,9 @@ PREFIX_LEVELS = 3
 HEAD_CHARACTERS = 512
 """Rows whose first column starts alike for so long share enough of a prompt to be worth sorting by."""
 
+SQL_DIGEST = "lpad(to_hex(digest_high), 16, '0') || lpad(to_hex(digest_low), 16, '0')"
+"""The digest as 32 hex digits."""
+
 _EXAMPLES = 3
 
 
@@ -27,13 +30,15 @@ def build_keys(
     prompt_columns: Sequence[str],
     id_column: str | None,
     prediction: Prediction,
+    *,
+    keep_ids: bool = False,
 ) -> int:
     """Read the input once and fill the table `keys`; returns the number of rows.
 
     Columns: `row_id`; `digest_high`, `digest_low` (SHA-256 of the prompt columns' values, cut to 128
     bits: made from content that others may choose, so a weaker hash would let them merge rows);
     `tokens`, predicted; `overlong`; `prefix_0` to `prefix_2`, hashes of ever longer starts of the
-    prompt; `id_hash`.
+    prompt; `id_hash`; `change`, null here; with `keep_ids` also `id_text`.
 
     Raises:
         InputError: no rows, or an id that is null or stands twice, with examples.
@@ -53,6 +58,7 @@ def build_keys(
         else f"{prompt_tokens} + {prediction.longest_output} > {prediction.limit}"
     )
     levels = _prefixes(prompt)
+    kept_id = f", {id_text} AS id_text" if keep_ids and id_text else ""
     stream = pa.RecordBatchReader.from_batches(counted.schema(names), counted.batches(names))
     connection.register("input_stream", stream)
     connection.execute(
@@ -67,13 +73,14 @@ def build_keys(
                 ({prompt_tokens} + {prediction.output})::INTEGER AS tokens, {over} AS overlong,
                 {", ".join(f"{level} AS prefix_{i}" for i, level in enumerate(levels))},
                 {f"hash({id_text})" if id_text else "0::UBIGINT"} AS id_hash,
-                {f"{id_text} IS NULL" if id_text else "false"} AS id_null
+                {f"{id_text} IS NULL" if id_text else "false"} AS id_null{kept_id},
+                NULL::VARCHAR AS change
             FROM input_stream
         )
         """
     )
     connection.unregister("input_stream")
-    if counted.rows == 0:
+    if counted.rows == 0 and reader.row_ids is None:
         raise InputError(f"the input has no rows ({len(reader.files)} files, first {reader.files[0].uri})")
     if id_column:
         _check_ids(connection, reader, id_column)

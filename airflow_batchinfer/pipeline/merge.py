@@ -7,13 +7,18 @@ run published before, so a second merge changes nothing.
 
 from __future__ import annotations
 
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from itertools import chain
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.dataset as ds
 from deltalake import DeltaTable
 from pydantic import Field
 
@@ -21,17 +26,20 @@ from airflow_batchinfer.errors import CorruptError, GateError, StaleLedgerError
 from airflow_batchinfer.pipeline import dead_letters, results
 from airflow_batchinfer.pipeline.answered import AnsweredBatch, answered_rows
 from airflow_batchinfer.pipeline.export import OrderedRows, write_exports
+from airflow_batchinfer.pipeline.kept_rows import kept_results
+from airflow_batchinfer.pipeline.letters_of_run import ReplayNote, overlaid, replays_of, run_letters
 from airflow_batchinfer.pipeline.published import remember_published
 from airflow_batchinfer.pipeline.scratch import scratch_folder
 from airflow_batchinfer.pipeline.split import load_plan
-from airflow_batchinfer.pipeline.tables import Publication, publish
+from airflow_batchinfer.pipeline.standing import resolved_rows, standing_of
+from airflow_batchinfer.pipeline.tables import Publication, dataset_of, open_table, publish
+from airflow_batchinfer.pipeline.verdict import Verdict
 from airflow_batchinfer.run.commit import chosen_commit
 from airflow_batchinfer.run.document import Document
 from airflow_batchinfer.run.layout import DEAD_LETTERS, RunLayout, results_table
 from airflow_batchinfer.run.ledger import Ledger
 from airflow_batchinfer.run.outcome import Outcome
 from airflow_batchinfer.run.plan import Plan
-from airflow_batchinfer.pipeline.verdict import Verdict
 from airflow_batchinfer.store import Store
 
 
@@ -43,7 +51,8 @@ class MergeResult(Document):
     ledger_sha256: str
     results_table: str = Field(description="Address of the Delta table.")
     results_version: int
-    results: int = Field(description="Rows of this run in the results table.")
+    results: int = Field(description="Rows that this run answered, in the results table.")
+    kept: int = Field(0, description="Rows that keep an earlier result, in the results table.")
     dead_letter_table: str = Field(description="Address of the Delta table.")
     dead_letters_version: int
     dead_letters: int = Field(description="Rows of this run in the dead-letter table.")
@@ -62,11 +71,26 @@ def merge(store: Store, folder: str) -> MergeResult:
     plan = load_plan(store, folder)
     ledger = current_ledger(store, plan)
     _obey_verdict(store, plan, ledger)
+    published = _already_published(store, plan, ledger)
+    if published is not None:
+        return published
     with scratch_folder("merge") as scratch:
         result = _Merge(store, plan, ledger, scratch).run()
     result.write(store, RunLayout(folder).merge)
-    remember_published(store, plan)
+    if plan.replay_of is None:
+        remember_published(store, plan)
     return result
+
+
+def _already_published(store: Store, plan: Plan, ledger: Ledger) -> MergeResult | None:
+    """What an earlier merge of the same ledger published, if the tables still have it."""
+    try:
+        result = MergeResult.read(store, RunLayout(plan.folder).merge)
+        home = load_plan(store, plan.replay_of.folder) if plan.replay_of else plan
+        standing_of(store, home)
+    except (FileNotFoundError, CorruptError):
+        return None
+    return result if result.ledger_sha256 == ledger.digest() else None
 
 
 def current_ledger(store: Store, plan: Plan) -> Ledger:
@@ -113,74 +137,140 @@ class _Merge:
         self._plan = plan
         self._ledger = ledger
         self._scratch = scratch
-        self._columns = results.ResultColumns(
-            plan, run_id=plan.run_id, run_created_at=plan.created_at, generation=plan.generation
-        )
-        self._writer = f"batchinfer/{plan.job}/{plan.run_id}"
+        self._columns = results.ResultColumns(plan)
+        self._home = load_plan(store, plan.replay_of.folder) if plan.replay_of else plan
+        """The run whose rows these are: another one if this run is a replay."""
+        self._results_key = results_table(plan.job)
+        # Publications for one run go through one after the other, whichever run makes them.
+        self._writer = f"batchinfer/{plan.job}/{self._home.run_id}"
 
     def run(self) -> MergeResult:
         """See `merge`."""
-        key = results_table(self._plan.job)
-        results_version = publish(self._store, key, self._results())
+        if self._plan.replay_of:
+            self._check_home()
+        succeeded = self._ledger.counts.get(Outcome.SUCCEEDED, 0)
+        results_version = publish(self._store, self._results_key, self._results())
+        if self._plan.replay_of:
+            self._note_replay()
         letters_version = publish(self._store, DEAD_LETTERS, self._letters())
         exports = self._export() if self._plan.spec.export else []
-        succeeded = self._ledger.counts.get(Outcome.SUCCEEDED, 0)
         return MergeResult(
             created_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
             ledger_sha256=self._ledger.digest(),
-            results_table=self._store.uri_of(key),
+            results_table=self._store.uri_of(self._results_key),
             results_version=results_version,
             results=succeeded,
+            kept=self._plan.kept.rows if self._plan.kept else 0,
             dead_letter_table=self._store.uri_of(DEAD_LETTERS),
             dead_letters_version=letters_version,
             dead_letters=self._ledger.rows - succeeded,
             exports=exports,
         )
 
+    def _check_home(self) -> None:
+        """A replay repairs what is published, and published from the ledger that is there."""
+        try:
+            merged = MergeResult.read(self._store, RunLayout(self._home.folder).merge)
+        except FileNotFoundError as error:
+            raise StaleLedgerError(
+                f"run {self._home.run_id!r} is not published yet: run its merge, then clear this one"
+            ) from error
+        ledger = current_ledger(self._store, self._home)
+        if merged.ledger_sha256 != ledger.digest():
+            raise StaleLedgerError(
+                f"run {self._home.run_id!r} was published from an older ledger: clear its merge, then "
+                "this one"
+            )
+
+    def _note_replay(self) -> None:
+        plan = self._plan
+        note = ReplayNote(run_id=plan.run_id, folder=plan.folder, created_at=plan.created_at)
+        note.write(self._store, RunLayout(self._home.folder).replay(plan.run_id))
+
     def _results(self) -> Publication:
-        def batches(_: DeltaTable | None) -> Iterator[pa.RecordBatch]:
-            for batch in self._counted():
-                rows = self._columns.rows(batch, exact=False)
-                if rows is not None:
-                    yield rows
+        def batches(table: DeltaTable | None) -> Iterator[pa.RecordBatch]:
+            elsewhere = self._resolved(table)
+            dataset = None if table is None else dataset_of(self._store, self._results_key, table)
+            return chain(self._fresh(elsewhere), self._kept(dataset, exact=False))
 
         return Publication(
             schema=self._columns.schema,
             batches=batches,
-            where={"run_id": self._plan.run_id, "answered_in": self._plan.run_id},
+            where=lambda table: {"run_id": self._home.run_id} | self._own_part(table),
             partition_by=results.PARTITION_BY,
             writer=self._writer,
         )
 
-    def _letters(self) -> Publication:
-        writer = dead_letters.LetterWriter(self._plan, self._plan.run_id)
+    def _fresh(self, elsewhere: npt.NDArray[np.int64]) -> Iterator[pa.RecordBatch]:
+        """Results that this run answered; another replay may have published some rows already."""
+        for batch in self._counted():
+            rows = self._columns.rows(batch, exact=False)
+            if rows is not None and len(elsewhere):
+                rows = rows.filter(pc.invert(pc.is_in(rows.column("row_id"), pa.array(elsewhere))))
+            if rows is not None and rows.num_rows:
+                yield rows
 
+    def _kept(self, dataset: ds.Dataset | None, *, exact: bool) -> Iterator[pa.RecordBatch]:
+        """Results that this run takes over from the last published one."""
+        return kept_results(self._store, self._plan, self._columns, dataset, self._scratch, exact=exact)
+
+    def _own_part(self, table: DeltaTable) -> dict[str, str]:
+        """What of the run is replaced: what this very run merged; all of it after a restart."""
+        if self._is_other_generation(table):
+            return {}
+        return {"merged_by": self._plan.run_id}
+
+    def _is_other_generation(self, table: DeltaTable) -> bool:
+        where = (ds.field("run_id") == self._home.run_id) & (ds.field("generation") != self._home.generation)
+        return int(dataset_of(self._store, self._results_key, table).count_rows(filter=where)) > 0
+
+    def _resolved(self, table: DeltaTable | None) -> npt.NDArray[np.int64]:
+        """Rows of the run that replays, but this one, have put into the results."""
+        if table is None or self._is_other_generation(table):
+            return np.empty(0, np.int64)
+        dataset = dataset_of(self._store, self._results_key, table)
+        return resolved_rows(dataset, self._home.run_id, but_by=self._plan.run_id)
+
+    def _letters(self) -> Publication:
         def batches(_: DeltaTable | None) -> Iterator[pa.RecordBatch]:
-            for batch in self._rows(dead_only=True):
-                letters = writer.letters(batch)
-                if letters is not None:
-                    yield letters
+            notes = replays_of(self._store, RunLayout(self._home.folder))
+            table = open_table(self._store, self._results_key) if notes else None
+            resolved = np.empty(0, np.int64)
+            if table is not None:
+                dataset = dataset_of(self._store, self._results_key, table)
+                resolved = resolved_rows(dataset, self._home.run_id, but_by=self._home.run_id)
+            plans = [load_plan(self._store, note.folder) for note in notes]
+            return overlaid(
+                _dead_letters(self._store, self._home),
+                [_dead_letters(self._store, plan) for plan in plans],
+                resolved,
+                Path(tempfile.mkdtemp(dir=self._scratch)),
+            )
 
         return Publication(
             schema=dead_letters.SCHEMA,
             batches=batches,
-            where={"job": self._plan.job, "run_id": self._plan.run_id},
+            where=lambda _: {"job": self._plan.job, "run_id": self._home.run_id},
             partition_by=dead_letters.PARTITION_BY,
             writer=self._writer,
         )
 
     def _export(self) -> list[str]:
         rows = OrderedRows(self._scratch / "ordered", self._columns.exact_schema)
-        for batch in self._rows():
+        for batch in answered_of_run(self._store, self._plan, self._ledger):
             exact = self._columns.rows(batch, exact=True)
             if exact is not None:
                 rows.add(exact)
+        table = open_table(self._store, self._results_key)
+        dataset = None if table is None else dataset_of(self._store, self._results_key, table)
+        for kept in self._kept(dataset, exact=True):
+            rows.add(kept)
         return write_exports(self._plan, rows, self._scratch)
 
     def _counted(self) -> Iterator[AnsweredBatch]:
         """All answered rows; fails at the end unless they add up to the ledger."""
         counts: Counter[str] = Counter()
-        for batch in self._rows():
+        for batch in answered_of_run(self._store, self._plan, self._ledger):
             for count in pc.value_counts(batch.answers.column("outcome")).to_pylist():
                 counts[count["values"]] += count["counts"]
             yield batch
@@ -191,15 +281,34 @@ class _Merge:
                 "published; clear reconcile with its downstream tasks"
             )
 
-    def _rows(self, *, dead_only: bool = False) -> Iterator[AnsweredBatch]:
-        layout = RunLayout(self._plan.folder)
-        for shard, line in zip(self._plan.shards, self._ledger.shards, strict=True):
-            if dead_only and line.counts.get(Outcome.SUCCEEDED, 0) == line.rows:
-                continue
-            commit = chosen_commit(self._store, layout, shard.shard, self._plan.fingerprint)
-            if commit is None or commit.digest() != line.commit_sha256:
-                raise StaleLedgerError(
-                    f"shard {shard.shard} of {self._plan.folder} got another commit during merge: "
-                    "clear reconcile with its downstream tasks"
-                )
-            yield from answered_rows(self._store, shard, commit, self._plan.spec.carried)
+
+def _dead_letters(store: Store, plan: Plan) -> Iterator[pa.RecordBatch]:
+    """Letters that one run leaves."""
+    return run_letters(plan, answered_of_run(store, plan, current_ledger(store, plan), dead_only=True))
+
+
+def answered_of_run(
+    store: Store, plan: Plan, ledger: Ledger, *, dead_only: bool = False
+) -> Iterator[AnsweredBatch]:
+    """Answered rows of a run from the very commits that the ledger names, shard by shard.
+
+    Args:
+        store: the run's.
+        plan: the run's.
+        ledger: the run's.
+        dead_only: leave out shards without a dead row.
+
+    Raises:
+        StaleLedgerError: a shard has another commit by now.
+    """
+    layout = RunLayout(plan.folder)
+    for shard, line in zip(plan.shards, ledger.shards, strict=True):
+        if dead_only and line.counts.get(Outcome.SUCCEEDED, 0) == line.rows:
+            continue
+        commit = chosen_commit(store, layout, shard.shard, plan.fingerprint)
+        if commit is None or commit.digest() != line.commit_sha256:
+            raise StaleLedgerError(
+                f"shard {shard.shard} of {plan.folder} got another commit during merge: "
+                "clear reconcile with its downstream tasks"
+            )
+        yield from answered_rows(store, shard, commit, plan.spec.carried)

@@ -52,8 +52,9 @@ class OutputColumns:
         # A value that a valid answer may have but the struct cannot (an integer beyond 64 bits)
         # leaves the struct empty; the text beside it has everything.
         self._connection.register("answers", pa.table({"text": answers}))
-        structs = self._connection.execute(
-            f"SELECT try(from_json_strict(text::JSON, {sql_text(self._structure or '')})) AS value FROM answers"
+        structure = sql_text(self._structure or "")
+        structs = self._connection.sql(
+            f"SELECT try(from_json_strict(text::JSON, {structure})) AS value FROM answers"
         ).to_arrow_table()
         self._connection.unregister("answers")
         return [structs["value"].combine_chunks().cast(self.fields[0].type), answers.cast(pa.string())]

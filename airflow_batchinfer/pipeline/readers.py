@@ -16,9 +16,14 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 import duckdb
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.csv as pc_csv
+import pyarrow.fs
 import pyarrow.parquet as pq
+from deltalake import DeltaTable
+from deltalake.exceptions import DeltaError
 
 from airflow_batchinfer.errors import InputError
 from airflow_batchinfer.pipeline.duck import sql_name, sql_text
@@ -44,6 +49,10 @@ class Reader(Protocol):
     """All its columns."""
     warnings: list[str]
     """What a person should know about how it was read."""
+    row_ids: npt.NDArray[np.int64] | None
+    """Ids of the rows in order; none where they are ordinals: 0, 1, 2, ..."""
+    tracked: bool
+    """Whether the columns `input_digest` and `change` can be read too."""
 
     def batches(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
         """All rows, in order, with the given columns. May be called again: the rows are the same."""
@@ -66,7 +75,7 @@ def open_input(spec: InputSpec, scratch: Path) -> Reader:
     """
     found = find_input(spec)
     if isinstance(found, FoundTable):
-        return DeltaReader(found, spec)
+        return DeltaReader(found)
     if found[0].format == "parquet":
         return ParquetReader(found, spec)
     if found[0].format == "csv":
@@ -77,6 +86,9 @@ def open_input(spec: InputSpec, scratch: Path) -> Reader:
 class _Files:
     """What readers of plain files share."""
 
+    row_ids: npt.NDArray[np.int64] | None = None
+    tracked = False
+
     def __init__(self, found: list[FoundFile], spec: InputSpec) -> None:
         self._found = found
         self._spec = spec
@@ -84,6 +96,7 @@ class _Files:
         self.warnings: list[str] = []
 
     def unchanged(self) -> bool:
+        """See `Reader.unchanged`."""
         try:
             again = find_input(self._spec)
         except InputError:
@@ -103,6 +116,7 @@ class ParquetReader(_Files):
             raise InputError(f"{self.files[0].uri}: the column `{min(twice)}` is there twice; rename one")
 
     def batches(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        """See `Reader.batches`. Raises `InputError` naming what cannot be read."""
         wanted = pa.schema([self.schema.field(c) for c in columns])
         for found in self._found:
             with self._open(found) as file:
@@ -149,15 +163,15 @@ class ParquetReader(_Files):
 class DeltaReader:
     """A Delta table at its newest version, which is pinned when it is opened."""
 
-    def __init__(self, found: FoundTable, spec: InputSpec) -> None:
-        from deltalake import DeltaTable
-        from deltalake.exceptions import DeltaError
+    row_ids: npt.NDArray[np.int64] | None = None
+    tracked = False
 
-        from airflow_batchinfer.pipeline.tables import delta_options
-
+    def __init__(self, found: FoundTable) -> None:
+        """Raises `InputError`."""
         try:
-            table = DeltaTable(found.uri, storage_options=delta_options(found.uri, spec.storage_options))
-            self._dataset = table.to_pyarrow_dataset()
+            table = DeltaTable(found.uri, storage_options=found.store.delta_options() or None)
+            filesystem, root = found.store.filesystem()
+            self._dataset = table.to_pyarrow_dataset(filesystem=pa.fs.SubTreeFileSystem(root, filesystem))
         except (DeltaError, OSError, NotImplementedError, ValueError) as error:
             raise InputError(f"{found.uri} cannot be read as a Delta table: {error}") from error
         self._fragments = sorted(self._dataset.get_fragments(), key=lambda f: str(f.path))
@@ -168,6 +182,7 @@ class DeltaReader:
         self.warnings: list[str] = []
 
     def batches(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        """See `Reader.batches`. Raises `InputError` naming what cannot be read."""
         for fragment in self._fragments:
             try:
                 yield from fragment.to_batches(
@@ -181,6 +196,7 @@ class DeltaReader:
                 raise InputError(f"{self.files[0].uri}: {fragment.path} is damaged: {error}") from error
 
     def unchanged(self) -> bool:
+        """See `Reader.unchanged`."""
         # The version is pinned and a table's files never change; a vacuum shows as a missing file.
         return True
 
@@ -202,6 +218,7 @@ class CsvReader(_Files):
         self.schema = pa.schema([(name, pa.string()) for name in self._names[0]])
 
     def batches(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        """See `Reader.batches`. Raises `InputError` naming what cannot be read."""
         for file, delimiter, names in zip(self._found, self._delimiters, self._names, strict=True):
             uri = file.identity.uri
             for column in columns:
@@ -245,9 +262,9 @@ class CsvReader(_Files):
 class JsonlReader(_Files):
     """JSON lines: one object a line.
 
-    Types are those that hold all values of a column over all files, found by reading everything once. Text stays
-    text (nothing is taken for a date). A column whose numbers are too big for 64 bits, or whose lines
-    disagree about the type, is read as text, digits and all, with a warning.
+    Types are those that hold all values of a column over all files, found by reading everything once.
+    Text stays text (nothing is taken for a date). A column whose numbers are too big for 64 bits, or whose
+    lines disagree about the type, is read as text, digits and all, with a warning.
     """
 
     def __init__(self, found: list[FoundFile], spec: InputSpec, scratch: Path) -> None:
@@ -258,11 +275,12 @@ class JsonlReader(_Files):
         self.schema = pa.schema([(n, t) for n, t in self._arrow_types(list(self._types)).items()])
 
     def batches(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        """See `Reader.batches`. Raises `InputError` naming what cannot be read."""
         wanted = pa.schema([self.schema.field(c) for c in columns])
         for path, found in zip(self._paths, self._found, strict=True):
             query = f"SELECT {self._select(columns)} FROM {self._lines(path, found)}"
             with self._explained(found, path):
-                reader = self._connection.cursor().execute(query).to_arrow_reader(2048)
+                reader = self._connection.cursor().sql(query).to_arrow_reader(2048)
                 for batch in reader:
                     yield batch.cast(wanted)
 
@@ -292,10 +310,11 @@ class JsonlReader(_Files):
             return "TEXT"
         if type_ not in ("DOUBLE", "UBIGINT", "BIGINT", "HUGEINT"):
             return type_
+        digits = 16 if type_ == "DOUBLE" else 19
         for path, found in zip(self._paths, self._found, strict=True):
             query = (
                 f"SELECT 1 FROM {self._lines(path, found)} WHERE regexp_full_match("
-                f"json_extract_string(json, {sql_text(_path(name))}), '-?[0-9]{{{16 if type_ == 'DOUBLE' else 19},}}') LIMIT 1"
+                f"json_extract_string(json, {sql_text(_path(name))}), '-?[0-9]{{{digits},}}') LIMIT 1"
             )
             if self._connection.execute(query).fetchone():
                 self.warnings.append(
@@ -320,7 +339,7 @@ class JsonlReader(_Files):
         if not columns:
             return {}
         query = f"SELECT {self._select(columns)} FROM (SELECT '{{}}'::JSON AS json) LIMIT 0"
-        schema = self._connection.execute(query).to_arrow_table().schema
+        schema = self._connection.sql(query).to_arrow_table().schema
         return {f.name: f.type for f in schema}
 
     def _lines(self, path: Path, found: FoundFile) -> str:
@@ -445,7 +464,7 @@ def _delimiter(header: str, name: str) -> str:
 def _batch_rows(metadata: pq.FileMetaData) -> int:
     bytes_ = sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
     per_row = max(1, bytes_ // max(1, metadata.num_rows))
-    return max(1, min(MAX_BATCH_ROWS, BATCH_BYTES // per_row))
+    return int(max(1, min(MAX_BATCH_ROWS, BATCH_BYTES // per_row)))
 
 
 def _first_line(error: BaseException | None) -> str:

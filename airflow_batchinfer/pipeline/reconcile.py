@@ -33,6 +33,8 @@ from airflow_batchinfer.run.shard import COPIES, ROW_ID
 from airflow_batchinfer.spec import MAX_MAPPED_TASKS
 from airflow_batchinfer.store import Store
 
+_PROOF_COLUMNS = [ROW_ID, "outcome", "reason", "prompt_tokens", "output_tokens"]
+
 _SHOWN = 10
 """Problems that an error message lists; the ledger has them all."""
 
@@ -53,8 +55,8 @@ def reconcile(store: Store, folder: str) -> Ledger:
         shown = "\n".join(f"- {problem}" for problem in ledger.problems[:_SHOWN])
         more = len(ledger.problems) - _SHOWN
         raise IncompleteRunError(
-            f"run {plan.run_id!r} of job {plan.job!r} is not complete: {ledger.counts[Outcome.UNPROCESSED]} of "
-            f"{ledger.rows} rows have no outcome.\n{shown}"
+            f"run {plan.run_id!r} of job {plan.job!r} is not complete: "
+            f"{ledger.counts[Outcome.UNPROCESSED]} of {ledger.rows} rows have no outcome.\n{shown}"
             + (f"\n- and {more} more, see {store.uri_of(RunLayout(folder).ledger)}" if more > 0 else "")
         )
     return ledger
@@ -70,9 +72,11 @@ def account(store: Store, plan: Plan) -> Ledger:
         counts.update(audit.line.counts)
         reasons.update(audit.line.reasons)
     problems = [problem for audit in audits for problem in audit.problems]
-    if plan.rows != plan.input.rows:
+    kept = plan.kept.rows if plan.kept else 0
+    if plan.rows + kept != plan.input.rows:
         problems.append(
-            f"the plan's shards hold {plan.rows} rows, its input {plan.input.rows}: run split again"
+            f"the plan's shards hold {plan.rows} rows and {kept} are kept, its input has {plan.input.rows}: "
+            "run split again"
         )
     return Ledger(
         job=plan.job,
@@ -81,12 +85,14 @@ def account(store: Store, plan: Plan) -> Ledger:
         fingerprint=plan.fingerprint,
         plan_sha256=plan.digest(),
         created_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
-        complete=not problems and counts.total() == plan.input.rows,
-        rows=plan.input.rows,
+        complete=not problems and counts.total() == plan.rows,
+        rows=plan.rows,
+        kept_rows=kept,
         counts=dict(counts),
         reasons=dict(sorted(reasons.items())),
         tokens=_sum(audit.line.tokens for audit in audits),
         dedup_rows=sum(shard.rows - shard.sent for shard in plan.shards),
+        dedup_tokens=sum(audit.line.dedup_tokens for audit in audits),
         problems=problems,
         shards=[audit.line for audit in audits],
     )
@@ -109,10 +115,10 @@ def _audit(store: Store, plan: Plan, shard: PlannedShard) -> _Audit:
     commit = ours[0]
     problems = [f"{name}: {p}{remedy}" for p in _contradictions(shard, commit)]
     problems += [f"{name}: {p}{remedy}" for p in commit_problems(store, commit)]
-    resolved = 0
+    resolved = saved = 0
     if not problems:
         try:
-            resolved = _prove_rows(store, shard, commit)
+            resolved, saved = _prove_rows(store, shard, commit)
         except CorruptError as error:
             problems = [f"{name}: {error}{remedy}"]
     if problems:
@@ -127,6 +133,7 @@ def _audit(store: Store, plan: Plan, shard: PlannedShard) -> _Audit:
         reasons=commit.reasons,
         tokens=commit.tokens,
         duplicates_resolved=resolved,
+        dedup_tokens=saved,
         other_commits=len(ours) - 1,
     )
     return _Audit(line)
@@ -161,10 +168,11 @@ def _contradictions(shard: PlannedShard, commit: Commit) -> list[str]:
     return [problem for holds, problem in checks if not holds]
 
 
-def _prove_rows(store: Store, shard: PlannedShard, commit: Commit) -> int:
+def _prove_rows(store: Store, shard: PlannedShard, commit: Commit) -> tuple[int, int]:
     """Prove that the parts hold each sent row, and that outcomes and copies add up to the commit.
 
-    Returns the number of lines that stand in more than one part and were passed over.
+    Returns the number of lines that stand in more than one part and were passed over, and the tokens that
+    copies would have cost.
 
     Raises:
         CorruptError: a file is damaged, or the sets or sums differ.
@@ -176,7 +184,7 @@ def _prove_rows(store: Store, shard: PlannedShard, commit: Commit) -> int:
     seen, repeated = BitMap64(), 0
     kept: list[pa.Table] = []
     for part in commit.parts:
-        table = _read(store, part.key, [ROW_ID, "outcome", "reason"])
+        table = _read(store, part.key, _PROOF_COLUMNS)
         ids = _bitmap(table[ROW_ID])
         if len(ids) != table.num_rows or table.num_rows != part.rows:
             raise CorruptError(f"{store.uri_of(part.key)} does not hold {part.rows} different rows")
@@ -199,7 +207,9 @@ def _prove_rows(store: Store, shard: PlannedShard, commit: Commit) -> int:
         found = {s[column]: s["weight_sum"] for s in sums if s[column] is not None}
         if found != {k: n for k, n in stated.items() if n}:
             raise CorruptError(f"its parts count {found} by {column}, its commit {stated}")
-    return repeated
+    tokens = pc.add(answers["prompt_tokens"], answers["output_tokens"]).cast(pa.int64())
+    saved = pc.sum(pc.multiply(tokens, answers[COPIES].cast(pa.int64()))).as_py() or 0
+    return repeated, saved
 
 
 def _how_far(store: Store, layout: RunLayout, shard: PlannedShard) -> str:

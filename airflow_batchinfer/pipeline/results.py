@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import datetime
 
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.dataset as ds
 
 from airflow_batchinfer.pipeline.answered import AnsweredBatch
 from airflow_batchinfer.pipeline.outputs import OutputColumns
-from airflow_batchinfer.pipeline.tables import delta_type
+from airflow_batchinfer.pipeline.tables import dataset_of, delta_type, open_table
+from airflow_batchinfer.run.layout import results_table
 from airflow_batchinfer.run.outcome import Outcome
 from airflow_batchinfer.run.plan import Plan
+from airflow_batchinfer.run.shard import TRACKED_FIELDS
+from airflow_batchinfer.store import Store
 
-PARTITION_BY = ("run_id", "answered_in")
+PARTITION_BY = ("run_id", "merged_by")
 
 _ANSWER_FIELDS = [
     pa.field("finish_reason", pa.string()),
@@ -26,25 +32,42 @@ _ANSWER_FIELDS = [
 ]
 
 
+@dataclass(frozen=True)
+class PublishedRows:
+    """A run as it stands in a job's results table."""
+
+    run_id: str
+    created_at: datetime
+    generation: int
+    fingerprint: str
+
+
 class ResultColumns:
     """Makes rows of the results table of one run.
 
-    Columns: `row_id`, `custom_id`, the carried columns, the output columns, how the answer came about
-    (`finish_reason`, tokens, `attempts`, `finished_at`, `copy_of`), and where it belongs: `job`,
-    `run_id`, `run_created_at`, `generation`, `answered_in` (the run that paid for it, another than
-    `run_id` after a replay) and `fingerprint`.
+    Columns: `row_id`, `custom_id`; the run they belong to (`job`, `run_id`, `run_created_at`,
+    `generation`, `run_fingerprint`); the carried columns; the output columns; how the answer came about
+    (`finish_reason`, tokens, `attempts`, `finished_at`, `fingerprint`, `copy_of`, `answered_in`: the run
+    that paid for it); `merged_by`, the run whose merge wrote the row (another than `run_id` for a
+    replay's); and for incremental jobs `input_digest` and `change`.
     """
 
-    def __init__(self, plan: Plan, *, run_id: str, run_created_at: str, generation: int) -> None:
-        """Rows answered in `plan`'s run, filed under `run_id`."""
-        self._outputs = OutputColumns(plan.spec)
-        self._carried = carried_schema(plan)
-        prefix = plan.spec.output.carry_prefix
+    def __init__(self, plan: Plan) -> None:
+        """Rows answered in `plan`'s run, filed under the run that it repairs if it is a replay."""
+        self.outputs = OutputColumns(plan.spec)
+        self.carried = carried_schema(plan)
+        self.prefix = plan.spec.output.carry_prefix
+        home = plan.replay_of or plan
+        created = datetime.fromisoformat(home.created_at)
         self._same = {
             "job": pa.scalar(plan.job),
-            "run_id": pa.scalar(run_id),
-            "run_created_at": pa.scalar(datetime.fromisoformat(run_created_at), pa.timestamp("us", "UTC")),
-            "generation": pa.scalar(generation, pa.int32()),
+            "run_id": pa.scalar(home.run_id),
+            "run_created_at": pa.scalar(created, pa.timestamp("us", "UTC")),
+            "generation": pa.scalar(home.generation, pa.int32()),
+            "run_fingerprint": pa.scalar(home.fingerprint),
+            "merged_by": pa.scalar(plan.run_id),
+        }
+        self._answered = {
             "answered_in": pa.scalar(plan.run_id),
             "fingerprint": pa.scalar(plan.fingerprint),
         }
@@ -52,16 +75,23 @@ class ResultColumns:
             [
                 pa.field("row_id", pa.int64()),
                 pa.field("custom_id", pa.string()),
-                *(pa.field(prefix + f.name, f.type) for f in self._carried),
-                *self._outputs.fields,
+                *(pa.field(name, value.type) for name, value in self._same.items()),
+                *(pa.field(self.prefix + f.name, f.type) for f in self.carried),
+                *self.outputs.fields,
                 *_ANSWER_FIELDS,
                 pa.field("copy_of", pa.int64()),
-                *(pa.field(name, value.type) for name, value in self._same.items()),
+                *(pa.field(name, value.type) for name, value in self._answered.items()),
+                *TRACKED_FIELDS,
             ]
         )
         """With the input's own types: what exports write."""
         self.schema = pa.schema([f.with_type(delta_type(f.type)) for f in self.exact_schema])
         """With types that Delta has."""
+
+    @property
+    def own_names(self) -> frozenset[str]:
+        """Columns that `assemble` adds."""
+        return frozenset(self._same)
 
     def rows(self, batch: AnsweredBatch, *, exact: bool) -> pa.RecordBatch | None:
         """Rows of `schema` or `exact_schema` for the batch's succeeded rows; none if there are none."""
@@ -70,18 +100,51 @@ class ResultColumns:
         if not count:
             return None
         answers = batch.answers.filter(good)
-        columns = [batch.row_ids.filter(good), batch.custom_ids.filter(good)]
-        for field in self._carried:
-            columns.append(to_type(batch.carried[field.name].filter(good), field.type))
-        columns += self._outputs.columns(answers.column(self._outputs.source))
-        columns += [answers.column(f.name).cast(f.type) for f in _ANSWER_FIELDS]
-        columns.append(batch.copy_of.filter(good))
-        columns += [pa.repeat(value, count) for value in self._same.values()]
-        if exact:
-            return pa.record_batch(columns, schema=self.exact_schema)
-        return pa.record_batch(
-            [to_type(c, f.type) for c, f in zip(columns, self.schema, strict=True)], schema=self.schema
+        values = {"row_id": batch.row_ids.filter(good), "custom_id": batch.custom_ids.filter(good)}
+        values |= {self.prefix + name: column.filter(good) for name, column in batch.carried.items()}
+        typed = self.outputs.columns(answers.column(self.outputs.source))
+        values |= {f.name: column for f, column in zip(self.outputs.fields, typed, strict=True)}
+        values |= {f.name: answers.column(f.name) for f in _ANSWER_FIELDS}
+        values |= {name: pa.repeat(value, count) for name, value in self._answered.items()}
+        values |= {"copy_of": batch.copy_of.filter(good)}
+        values |= {name: column.filter(good) for name, column in batch.tracked.items()}
+        return self.assemble(values, count, exact=exact)
+
+    def assemble(self, values: Mapping[str, pa.Array], rows: int, *, exact: bool) -> pa.RecordBatch:
+        """A batch from columns by name; those of the run itself are added."""
+        schema = self.exact_schema if exact else self.schema
+        everything = {name: pa.repeat(value, rows) for name, value in self._same.items()} | dict(values)
+        return pa.record_batch([to_type(everything[f.name], f.type) for f in schema], schema=schema)
+
+
+def newest_published(store: Store, job: str, *, other_than: str) -> PublishedRows | None:
+    """The newest run in a job's results table, by when it was planned, but `other_than`; or none.
+
+    Raises:
+        StoreError: the table cannot be read.
+    """
+    key = results_table(job)
+    table = open_table(store, key)
+    if table is None:
+        return None
+    files = pa.table(table.get_add_actions(flatten=True))
+    names = ["partition.run_id", "max.run_created_at"]
+    if not set(names) <= set(files.column_names):
+        return None
+    latest = {
+        run_id: created
+        for run_id, created in sorted(
+            zip(*(files[n].to_pylist() for n in names), strict=True), key=lambda r: r[1]
         )
+        if run_id != other_than
+    }
+    if not latest:
+        return None
+    run_id = list(latest)[-1]
+    columns = ["run_created_at", "generation", "run_fingerprint"]
+    rows = dataset_of(store, key, table).head(1, columns=columns, filter=ds.field("run_id") == run_id)
+    row = rows.to_pylist()[0]
+    return PublishedRows(run_id, row["run_created_at"], row["generation"], row["run_fingerprint"])
 
 
 def carried_schema(plan: Plan) -> pa.Schema:

@@ -11,6 +11,7 @@ import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from airflow_batchinfer.pipeline.keys import SQL_DIGEST
 from airflow_batchinfer.pipeline.pilot_rows import put_first, set_aside
 from airflow_batchinfer.spec import PilotSpec, ShardingSpec
 
@@ -30,7 +31,8 @@ class Placement:
     """Where all rows go.
 
     `path` is a Parquet file with a line per input row, by `row_id`: `shard`; `place`, the order within
-    the shard; `copies`; `copy_of`, the row whose answer it takes, null for a row that is sent.
+    the shard; `copies`; `copy_of`, the row whose answer it takes, null for a row that is sent; `change`
+    and `input_digest`, as in `keys`.
     With `pilot`, shard 0 is the pilot.
     """
 
@@ -68,7 +70,8 @@ def place_rows(
         f"""
         COPY (
             SELECT k.row_id, p.shard, p.place, p.copies,
-                CASE WHEN p.row_id <> k.row_id THEN p.row_id END AS copy_of
+                CASE WHEN p.row_id <> k.row_id THEN p.row_id END AS copy_of,
+                k.change, {_DIGEST} AS input_digest
             FROM keys k JOIN placed p ON {_SAME if sharding.dedup else "k.row_id = p.row_id"}
             ORDER BY k.row_id
         ) TO '{path}' (FORMAT parquet, ROW_GROUP_SIZE 122880)
@@ -96,6 +99,7 @@ def placement_batches(placement: Placement) -> Iterator[pa.RecordBatch]:
         yield from file.iter_batches(65_536)
 
 
+_DIGEST = SQL_DIGEST.replace("digest_", "k.digest_")
 _SAME = "k.digest_high = p.digest_high AND k.digest_low = p.digest_low"
 
 

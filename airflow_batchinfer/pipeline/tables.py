@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import pyarrow as pa
+import pyarrow.dataset as ds
+import pyarrow.fs
 from deltalake import CommitProperties, DeltaTable, Transaction, write_deltalake
 from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundError
 
@@ -20,15 +22,16 @@ _ATTEMPTS = 8
 
 @dataclass(frozen=True)
 class Publication:
-    """Rows that take the place of all rows matching `where` (partition column to value).
+    """Rows that take the place of all rows matching `where`, partition columns and their values.
 
-    `batches` is called once an attempt, after the table's state was read, and may look at the table.
-    An error that it raises stops the publication: nothing of it becomes visible.
+    `batches` is called once an attempt, after the table's state was read, and may look at the table; the
+    iterator that it returns may not, since the table's writer runs it. An error that the iterator raises
+    stops the publication: nothing of it becomes visible.
     """
 
     schema: pa.Schema
     batches: Callable[[DeltaTable | None], Iterator[pa.RecordBatch]]
-    where: Mapping[str, str]
+    where: Callable[[DeltaTable], Mapping[str, str]]
     partition_by: Sequence[str]
     writer: str
     """Publications with the same writer never go through at once: the later one starts again."""
@@ -46,6 +49,24 @@ def open_table(store: Store, key: str) -> DeltaTable | None:
         return None
     except (DeltaError, OSError, ValueError) as error:
         raise StoreError(f"cannot read the table {store.uri_of(key)}: {error}") from error
+
+
+def table_dataset(store: Store, key: str) -> ds.Dataset:
+    """The newest version of the table at `key`, for reading in a stream.
+
+    Raises:
+        StoreError: there is no such table, or it cannot be read.
+    """
+    table = open_table(store, key)
+    if table is None:
+        raise StoreError(f"there is no table at {store.uri_of(key)}")
+    return dataset_of(store, key, table)
+
+
+def dataset_of(store: Store, key: str, table: DeltaTable) -> ds.Dataset:
+    """An opened table, for reading in a stream through the store's own file system."""
+    filesystem, root = store.filesystem()
+    return table.to_pyarrow_dataset(filesystem=pa.fs.SubTreeFileSystem(f"{root}/{key}", filesystem))
 
 
 def publish(store: Store, key: str, publication: Publication) -> int:
@@ -104,7 +125,7 @@ def _write(
             data,
             mode="overwrite",
             schema_mode="merge",
-            predicate=" AND ".join(f"{_name(k)} = {_text(v)}" for k, v in publication.where.items()),
+            predicate=" AND ".join(f"{_name(k)} = {_text(v)}" for k, v in publication.where(table).items()),
             commit_properties=properties,
         )
 
@@ -124,20 +145,20 @@ class _Carried:
             raise
 
 
-def check_table_types(store: Store, key: str, schema: pa.Schema) -> None:
-    """Fail if rows of `schema` cannot be published to the table at `key`.
+def check_table_types(store: Store, key: str, fields: Iterable[pa.Field]) -> None:
+    """Fail if columns `fields` cannot be published to the table at `key`.
 
     Raises:
         StoreError: names the column, both types and the remedy.
     """
     table = open_table(store, key)
     if table is not None:
-        _check_types(table, schema, store.uri_of(key))
+        _check_types(table, fields, store.uri_of(key))
 
 
-def _check_types(table: DeltaTable, schema: pa.Schema, uri: str) -> None:
+def _check_types(table: DeltaTable, fields: Iterable[pa.Field], uri: str) -> None:
     have = table_schema(table)
-    for field in schema:
+    for field in fields:
         if field.name not in have.names:
             continue
         kind = have.field(field.name).type

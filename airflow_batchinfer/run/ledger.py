@@ -19,7 +19,8 @@ class LedgerShard(Document):
     counts: dict[str, int]
     reasons: dict[str, int] = Field(default_factory=dict)
     tokens: Tokens = Field(default_factory=Tokens)
-    duplicates_resolved: int = 0
+    duplicates_resolved: int = Field(0, description="Rows that stand in two parts; the first counts.")
+    dedup_tokens: int = Field(0, description="Tokens that copies would have cost.")
     other_commits: int = Field(0, description="Complete commits that the rule did not choose.")
 
 
@@ -34,10 +35,12 @@ class Ledger(Document):
     plan_sha256: str
     created_at: str
     complete: bool
-    rows: int = Field(description="Input rows of the plan.")
+    rows: int = Field(description="Input rows that the run answers: those of its shards.")
+    kept_rows: int = Field(0, description="Input rows that keep an earlier result (incremental runs).")
     counts: dict[str, int] = Field(description="By outcome; adds up to `rows`.")
     reasons: dict[str, int]
     tokens: Tokens
     dedup_rows: int = Field(0, description="Rows answered by another row's answer.")
+    dedup_tokens: int = Field(0, description="Tokens that those rows would have cost.")
     problems: list[str] = Field(default_factory=list, description="Why it is not complete.")
     shards: list[LedgerShard]

@@ -41,8 +41,28 @@ class PlannedShard(Document):
     pilot: bool = Field(False, description="It runs, and is judged, before all others.")
 
 
+class KeptRows(Document):
+    """Rows of an incremental run that are not sent: they keep the result of the last published run."""
+
+    key: str = Field(description="Key of the file that lists them.")
+    rows: int = Field(description="Input rows that keep their result.")
+    removed: int = Field(description="Rows of the last run that are gone from the input.")
+    prior_run_id: str = Field(description="The last published run.")
+
+
+class ReplayOf(Document):
+    """The run whose dead letters a replay sends again; row ids are that run's."""
+
+    run_id: str
+    folder: str
+    generation: int
+    created_at: str = Field(description="When that run was planned, ISO 8601.")
+    fingerprint: str = Field(description="That run's.")
+    reasons: list[str] = Field(description="Reasons that were asked for; empty for all.")
+
+
 class Plan(Document):
-    """A run's plan. Its shards' rows add up to `input.rows`."""
+    """A run's plan. Its shards' rows and the kept ones add up to `input.rows`."""
 
     format_version: int = 1
     job: str
@@ -56,8 +76,13 @@ class Plan(Document):
     input: InputSnapshot
     shards: list[PlannedShard]
     warnings: list[str] = Field(default_factory=list)
+    kept: KeptRows | None = Field(None, description="Incremental runs: what is not sent.")
+    changes: dict[str, int] = Field(
+        default_factory=dict, description="Incremental runs: input rows by why they run, or `unchanged`."
+    )
+    replay_of: ReplayOf | None = Field(None, description="Replays: the run that is repaired.")
 
     @property
     def rows(self) -> int:
-        """Input rows over all shards."""
+        """Input rows over all shards: those that this run answers."""
         return sum(s.rows for s in self.shards)

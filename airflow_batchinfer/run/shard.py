@@ -11,15 +11,22 @@ CUSTOM_ID = "custom_id"
 COPIES = "copies"
 INPUT = "input"
 CARRY = "carry"
+DIGEST = "input_digest"
+CHANGE = "change"
+
+TRACKED_FIELDS = (pa.field(DIGEST, pa.string()), pa.field(CHANGE, pa.string()))
 
 
-def rows_schema(input_columns: pa.StructType, carry_columns: pa.StructType | None) -> pa.Schema:
+def rows_schema(
+    input_columns: pa.StructType, carry_columns: pa.StructType | None, *, tracked: bool = False
+) -> pa.Schema:
     """Schema of `rows.parquet`, in the order to be sent to the engine.
 
     `custom_id` is text, or null without an id column. `copies` counts the other input rows that take
     this row's answer. `input` holds the columns the prompt reads: as a dict it is the template's whole
     world. `carry` holds the carried columns that are not already in `input`; absent if there are none.
-    User columns live inside the structs, so no name of theirs can collide with ours.
+    User columns live inside the structs, so no name of theirs can collide with ours. In `tracked` rows,
+    those of incremental jobs, `input_digest` tells contents apart and `change` says why the row runs.
     """
     fields = [
         pa.field(ROW_ID, pa.int64(), nullable=False),
@@ -29,10 +36,10 @@ def rows_schema(input_columns: pa.StructType, carry_columns: pa.StructType | Non
     ]
     if carry_columns is not None:
         fields.append(pa.field(CARRY, carry_columns))
-    return pa.schema(fields)
+    return pa.schema([*fields, *(TRACKED_FIELDS if tracked else ())])
 
 
-def copies_schema(carry_columns: pa.StructType | None) -> pa.Schema:
+def copies_schema(carry_columns: pa.StructType | None, *, tracked: bool = False) -> pa.Schema:
     """Schema of `copies.parquet`: each row, the sent row it is identical to, and its own carry.
 
     `carry` here also lacks the columns that are in `input`: those equal the sent row's.
@@ -44,7 +51,7 @@ def copies_schema(carry_columns: pa.StructType | None) -> pa.Schema:
     ]
     if carry_columns is not None:
         fields.append(pa.field(CARRY, carry_columns))
-    return pa.schema(fields)
+    return pa.schema([*fields, *(TRACKED_FIELDS if tracked else ())])
 
 
 PART_SCHEMA = pa.schema(

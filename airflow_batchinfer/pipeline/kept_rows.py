@@ -1,0 +1,126 @@
+"""Kept rows: results of the last published run that an incremental run takes over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
+
+from airflow_batchinfer.errors import CorruptError
+from airflow_batchinfer.pipeline.answers import positions
+from airflow_batchinfer.pipeline.increment import PRIOR_ROW_ID, REMOVED, UNCHANGED
+from airflow_batchinfer.pipeline.results import ResultColumns
+from airflow_batchinfer.pipeline.shuffle import Shuffle
+from airflow_batchinfer.run.layout import results_table
+from airflow_batchinfer.run.plan import KeptRows, Plan
+from airflow_batchinfer.run.shard import CHANGE, DIGEST
+from airflow_batchinfer.store import Store
+
+_BUCKET_ROWS = 65_536
+
+
+def kept_results(
+    store: Store,
+    plan: Plan,
+    columns: ResultColumns,
+    dataset: ds.Dataset | None,
+    scratch: Path,
+    *,
+    exact: bool,
+) -> Iterator[pa.RecordBatch]:
+    """Rows of the results table for the plan's kept and removed rows.
+
+    The prior run's results and the list of kept rows are brought together out of core, bucket by bucket
+    of the prior row id.
+
+    Raises:
+        CorruptError: a result that was there when the run was split is gone.
+    """
+    kept = plan.kept
+    if kept is None or not kept.rows + kept.removed:
+        return
+    gone = f"the results of run {kept.prior_run_id!r} are gone from {store.uri_of(results_table(plan.job))}"
+    if dataset is None:
+        raise CorruptError(f"{gone}: start a new run")
+    lists = _kept_lists(store, kept, scratch)
+    priors = _prior_results(dataset, kept, scratch)
+    for bucket in lists.partitions():
+        wanted, prior = lists.table(bucket), priors.table(bucket)
+        at, found = positions(prior["row_id"].to_numpy(), wanted[PRIOR_ROW_ID].to_numpy())
+        if not found.all():
+            raise CorruptError(f"{gone} in part ({(~found).sum()} rows): start a new run")
+        for batch in _joined(plan, columns, wanted, prior.take(pa.array(at)), exact=exact):
+            if batch.num_rows:
+                yield batch
+
+
+def _joined(
+    plan: Plan, columns: ResultColumns, wanted: pa.Table, prior: pa.Table, *, exact: bool
+) -> Iterator[pa.RecordBatch]:
+    """Result rows of one bucket: those still in the input, then those that are gone."""
+    gone = pc.less(wanted["row_id"], 0).combine_chunks()
+    for removed in (False, True):
+        mask = gone if removed else pc.invert(gone)
+        own, old = wanted.filter(mask).combine_chunks(), prior.filter(mask).combine_chunks()
+        count = own.num_rows
+        if not count:
+            continue
+        kinds = {f.name: f.type for f in columns.schema}
+        values = {
+            name: old[name].combine_chunks() if name in old.column_names else pa.nulls(count, kind)
+            for name, kind in kinds.items()
+            if name not in columns.own_names
+        }
+        values |= {"row_id": own["row_id"].combine_chunks(), "custom_id": own["custom_id"].combine_chunks()}
+        values["copy_of"] = pa.nulls(count, pa.int64())
+        values[CHANGE] = pa.repeat(REMOVED if removed else UNCHANGED, count)
+        if not removed and len(columns.carried):
+            carry = own["carry"].combine_chunks()
+            values |= {columns.prefix + n: pc.struct_field(carry, n) for n in columns.carried.names}
+        if removed and plan.spec.removed_rows == "tombstone":
+            values |= {f.name: pa.nulls(count, kinds[f.name]) for f in columns.outputs.fields}
+            values[DIGEST] = pa.nulls(count, pa.string())
+        yield columns.assemble(values, count, exact=exact)
+
+
+def _kept_lists(store: Store, kept: KeptRows, scratch: Path) -> Shuffle:
+    filesystem, root = store.filesystem()
+    try:
+        with pq.ParquetFile(f"{root}/{kept.key}", filesystem=filesystem, pre_buffer=False) as file:
+            lists = Shuffle(_folder(scratch, "kept"), file.schema_arrow)
+            for batch in file.iter_batches(8_192):
+                lists.add(batch, batch.column(PRIOR_ROW_ID).to_numpy() // _BUCKET_ROWS)
+    except (OSError, pa.ArrowInvalid) as error:
+        raise CorruptError(f"{store.uri_of(kept.key)} cannot be read: {error}: start a new run") from error
+    lists.finish()
+    return lists
+
+
+def _prior_results(dataset: ds.Dataset, kept: KeptRows, scratch: Path) -> Shuffle:
+    schema = dataset.schema
+    scanner = dataset.scanner(
+        filter=ds.field("run_id") == kept.prior_run_id,
+        batch_size=8_192,
+        batch_readahead=2,
+        fragment_readahead=1,
+    )
+    priors = Shuffle(_folder(scratch, "prior"), schema)
+    for batch in scanner.to_batches():
+        if batch.num_rows:
+            batch = batch.select(schema.names).cast(schema)
+            priors.add(batch, (batch.column("row_id").to_numpy() // _BUCKET_ROWS).astype(np.int64))
+    priors.finish()
+    return priors
+
+
+def _folder(scratch: Path, name: str) -> Path:
+    """A new folder each time: a publication may be tried again."""
+    number = len(list(scratch.glob(f"{name}-*")))
+    folder = scratch / f"{name}-{number}"
+    folder.mkdir()
+    return folder

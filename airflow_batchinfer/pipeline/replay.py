@@ -1,0 +1,238 @@
+"""Replay: send a published run's dead letters again, with another template, model or policy.
+
+A replay is a run of its own, with a folder, shards, commits and a ledger; its rows have the row ids of
+the run that it repairs. Its merge puts what succeeded into that run's results and updates that run's
+dead letters; it publishes nothing under its own name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from airflow_batchinfer.errors import PlanChangedError, SpecError
+from airflow_batchinfer.pipeline.answered import AnsweredBatch
+from airflow_batchinfer.pipeline.freeze import freeze, storable
+from airflow_batchinfer.pipeline.merge import answered_of_run, current_ledger
+from airflow_batchinfer.pipeline.outputs import OutputColumns
+from airflow_batchinfer.pipeline.results import carried_schema
+from airflow_batchinfer.pipeline.scratch import scratch_folder
+from airflow_batchinfer.pipeline.split import check_writable, existing_plan, load_plan, write_plan
+from airflow_batchinfer.pipeline.standing import resolved_rows
+from airflow_batchinfer.pipeline.tables import check_table_types, dataset_of, open_table
+from airflow_batchinfer.run.epoch import new_epoch
+from airflow_batchinfer.run.fingerprint import fingerprint
+from airflow_batchinfer.run.layout import RunLayout, results_table, run_dir
+from airflow_batchinfer.run.outcome import Outcome, Reason
+from airflow_batchinfer.run.plan import InputFile, Plan, ReplayOf
+from airflow_batchinfer.run.shard import TRACKED_FIELDS
+from airflow_batchinfer.spec import JobSpec
+from airflow_batchinfer.store import Store
+
+FIXED_FIELDS = frozenset(
+    {"name", "input", "store", "storage_options", "output", "incremental", "removed_rows", "export", "pilot"}
+)
+"""Fields of the job that a replay cannot override: they decide which rows and columns there are."""
+
+
+def prepare_replay(
+    store: Store,
+    folder: str,
+    run_id: str,
+    *,
+    reasons: Sequence[str] = (),
+    overrides: Mapping[str, Any] | None = None,
+) -> Plan:
+    """Plan a run of the dead letters of the run at `folder` that no replay has resolved yet.
+
+    The plan has no shards if nothing is left to be done. A second call with the same `run_id` returns the
+    plan that is there.
+
+    Args:
+        store: the run's.
+        folder: the run to repair; it must be complete.
+        run_id: the replay's own.
+        reasons: only letters with these reasons; none for all.
+        overrides: fields of the job spec to change, nested as in YAML, e.g. `{"prompt": {"template": ...}}`.
+
+    Raises:
+        SpecError: an override that cannot be, or an unknown reason.
+        PlanChangedError: the run id has a plan for other letters or another job.
+        StaleLedgerError: the run is not complete.
+        InputError: the new template reads a column that the run did not freeze.
+    """
+    home = load_plan(store, folder)
+    if home.replay_of is not None:
+        raise SpecError(f"{folder} is itself a replay of {home.replay_of.folder}: replay that run")
+    known = [reason.value for reason in Reason]
+    for reason in reasons:
+        if reason not in known:
+            raise SpecError(f"unknown reason `{reason}` (allowed: {', '.join(known)})")
+    spec = _overridden(home.spec, overrides or {})
+    of = ReplayOf(
+        run_id=home.run_id,
+        folder=home.folder,
+        generation=home.generation,
+        created_at=home.created_at,
+        fingerprint=home.fingerprint,
+        reasons=sorted(set(reasons)),
+    )
+    plan, generation = existing_plan(store, spec, run_id)
+    if plan is not None:
+        if plan.replay_of != of:
+            raise PlanChangedError(
+                f"run {run_id!r} of job {spec.name!r} has a plan for other rows: start a new replay"
+            )
+        return plan
+    layout, epoch = RunLayout(run_dir(spec.name, run_id, generation)), new_epoch()
+    check_writable(store, layout, epoch)
+    check_table_types(store, results_table(spec.name), OutputColumns(spec).fields)
+    with scratch_folder("replay") as scratch:
+        reader = LetterReader(store, home, of.reasons, scratch)
+        frozen = freeze(store, spec, layout, epoch, reader, scratch)
+    warnings = frozen.warnings
+    if not frozen.shards:
+        warnings = [*warnings, f"run {home.run_id!r} has no dead letter left to replay"]
+    plan = Plan(
+        job=spec.name,
+        run_id=run_id,
+        generation=generation,
+        folder=layout.folder,
+        created_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
+        epoch=epoch,
+        fingerprint=fingerprint(spec),
+        spec=spec,
+        input=frozen.snapshot,
+        shards=frozen.shards,
+        warnings=warnings,
+        replay_of=of,
+    )
+    return write_plan(store, plan)
+
+
+class LetterReader:
+    """A `Reader` of the rows behind a run's open dead letters, copies included."""
+
+    files: list[InputFile]
+    schema: pa.Schema
+    warnings: list[str]
+    row_ids: npt.NDArray[np.int64] | None
+    tracked: bool
+
+    def __init__(self, store: Store, home: Plan, reasons: Sequence[str], scratch: Path) -> None:
+        """Collect the rows into a file in `scratch`. Raises `StaleLedgerError`, `CorruptError`."""
+        self.warnings = []
+        self.tracked = home.spec.incremental
+        self._home = home
+        self._path = scratch / "letters.parquet"
+        self._carried = carried_schema(home)
+        self.schema = pa.schema([])
+        done = _resolved(store, home)
+        ledger = current_ledger(store, home)
+        ids: list[pa.Array] = []
+        writer: pq.ParquetWriter | None = None
+        for batch in answered_of_run(store, home, ledger, dead_only=True):
+            mask = _wanted(batch, reasons, done)
+            rows = self._rows(batch)
+            if writer is None:
+                self.schema = self._exact(rows.schema)
+                writer = pq.ParquetWriter(self._path, rows.schema, compression="zstd")
+            writer.write_batch(rows.filter(mask))
+            ids.append(batch.row_ids.filter(mask))
+        if writer is None:
+            self.schema = self._planned_schema()
+            writer = pq.ParquetWriter(self._path, self._stored(self.schema))
+        writer.close()
+        self.row_ids = np.concatenate([np.empty(0, np.int64), *(i.to_numpy() for i in ids)])
+        source = f"{store.uri_of(home.folder)}#dead-letters"
+        self.files = [InputFile(uri=source, size=self._path.stat().st_size, version=ledger.digest())]
+
+    def batches(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        """See `Reader.batches`."""
+        fields = [*self.schema, *(TRACKED_FIELDS if self.tracked else ())]
+        wanted = pa.schema([next(f for f in fields if f.name == name) for name in columns])
+        with pq.ParquetFile(self._path, pre_buffer=False) as file:
+            for batch in file.iter_batches(8_192, columns=list(columns)):
+                yield batch.select(list(columns)).cast(wanted)
+
+    def unchanged(self) -> bool:
+        """A run's rows and commits never change."""
+        return True
+
+    def _rows(self, batch: AnsweredBatch) -> pa.RecordBatch:
+        columns = {f.name: pc.struct_field(batch.input, f.name) for f in batch.input.type.fields}
+        columns |= {name: values for name, values in batch.carried.items() if name not in columns}
+        id_column = self._home.spec.input.id_column
+        if id_column and id_column not in columns:
+            columns[id_column] = batch.custom_ids
+        if self.tracked:
+            columns |= batch.tracked
+        return pa.record_batch(columns)
+
+    def _exact(self, stored: pa.Schema) -> pa.Schema:
+        """The input's own types for carried columns; tracking columns are no input."""
+        names = {f.name for f in TRACKED_FIELDS} if self.tracked else set()
+        carried = {f.name: f for f in self._carried}
+        return pa.schema([carried.get(f.name, f) for f in stored if f.name not in names])
+
+    def _planned_schema(self) -> pa.Schema:
+        """For a run without a dead row: column names alone matter."""
+        names = self._home.input.columns
+        carried = {f.name: f for f in self._carried}
+        return pa.schema([carried.get(name, pa.field(name, pa.string())) for name in names])
+
+    def _stored(self, schema: pa.Schema) -> pa.Schema:
+        return pa.schema([f.with_type(storable(f.type)) for f in schema])
+
+
+def _wanted(batch: AnsweredBatch, reasons: Sequence[str], done: npt.NDArray[np.int64]) -> pa.Array:
+    mask = pc.not_equal(batch.answers.column("outcome"), Outcome.SUCCEEDED.value)
+    if reasons:
+        mask = pc.and_(mask, pc.is_in(batch.answers.column("reason"), pa.array(list(reasons))))
+    return pc.and_(mask, pa.array(~np.isin(batch.row_ids.to_numpy(), done)))
+
+
+def _resolved(store: Store, home: Plan) -> npt.NDArray[np.int64]:
+    key = results_table(home.job)
+    table = open_table(store, key)
+    if table is None:
+        return np.empty(0, np.int64)
+    return resolved_rows(dataset_of(store, key, table), home.run_id, but_by=home.run_id)
+
+
+def _overridden(spec: JobSpec, overrides: Mapping[str, Any]) -> JobSpec:
+    """The job with some fields changed. Raises `SpecError`."""
+    for name in overrides:
+        if name in FIXED_FIELDS:
+            raise SpecError(f"{name}: a replay cannot change it, the run's rows and tables rest on it")
+    data = spec.dump() | {"pilot": None, "export": [], "incremental": False}
+    return JobSpec.parse(_merged(data, overrides))
+
+
+def _merged(data: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Overrides laid over the spec: mappings field by field, everything else whole."""
+    merged = dict(data)
+    for name, value in overrides.items():
+        old = merged.get(name)
+        if isinstance(old, Mapping) and isinstance(value, Mapping) and not _replaces(old, value):
+            merged[name] = _merged(old, value)
+        else:
+            merged[name] = value
+    return merged
+
+
+def _replaces(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    """Whether it is another kind of task or prompt, whose fields do not mix with the old one's."""
+    return (
+        new.get("type", old.get("type")) != old.get("type")
+        or (new.get("messages") is not None and old.get("template") is not None)
+        or (new.get("template") is not None and old.get("messages") is not None)
+    )

@@ -1,0 +1,85 @@
+"""Standing: what has become of a run's rows by now, replays included; it adds up to the run's input."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow.dataset as ds
+from pydantic import Field
+
+from airflow_batchinfer.errors import CorruptError
+from airflow_batchinfer.pipeline.dead_letters import Status
+from airflow_batchinfer.pipeline.tables import dataset_of, open_table
+from airflow_batchinfer.run.document import Document
+from airflow_batchinfer.run.layout import DEAD_LETTERS, RunLayout, results_table
+from airflow_batchinfer.run.ledger import Ledger
+from airflow_batchinfer.run.outcome import Outcome
+from airflow_batchinfer.run.plan import Plan
+from airflow_batchinfer.store import Store
+
+
+class Standing(Document):
+    """A published run's rows, counted in the tables. `succeeded + resolved + dead == rows`."""
+
+    rows: int
+    succeeded: int = Field(description="In the results by the run itself.")
+    resolved: int = Field(description="In the results by replays.")
+    dead: int = Field(description="Dead letters that are still open or were replayed in vain.")
+    letters: dict[str, int] = Field(description="Dead letters by status.")
+
+
+def standing_of(store: Store, plan: Plan) -> Standing:
+    """Count a published run's rows in the tables, and hold the sums against its ledger.
+
+    Raises:
+        CorruptError: the tables and the ledger do not add up; says which sums differ.
+        FileNotFoundError: the run has no ledger.
+    """
+    ledger = Ledger.read(store, RunLayout(plan.folder).ledger)
+    own, resolved = 0, 0
+    key = results_table(plan.job)
+    table = open_table(store, key)
+    if table is not None:
+        dataset = dataset_of(store, key, table)
+        here = (ds.field("run_id") == plan.run_id) & (ds.field("row_id") >= 0)
+        by_run = ds.field("merged_by") == plan.run_id
+        own = dataset.count_rows(filter=here & by_run) - (plan.kept.rows if plan.kept else 0)
+        resolved = dataset.count_rows(filter=here & ~by_run)
+    letters = _letters(store, plan)
+    standing = Standing(
+        rows=ledger.rows,
+        succeeded=own,
+        resolved=resolved,
+        dead=sum(letters.values()) - letters.get(Status.RESOLVED, 0),
+        letters=letters,
+    )
+    if standing.succeeded + standing.resolved + standing.dead != standing.rows:
+        raise CorruptError(
+            f"run {plan.run_id!r}: {standing.succeeded} succeeded, {standing.resolved} resolved and "
+            f"{standing.dead} dead do not add up to {standing.rows} rows: clear merge"
+        )
+    if standing.succeeded != ledger.counts.get(Outcome.SUCCEEDED, 0):
+        raise CorruptError(
+            f"run {plan.run_id!r}: the results have {standing.succeeded} rows of the run, its ledger "
+            f"{ledger.counts.get(Outcome.SUCCEEDED, 0)}: clear merge"
+        )
+    return standing
+
+
+def resolved_rows(dataset: ds.Dataset, run_id: str, *, but_by: str) -> npt.NDArray[np.int64]:
+    """Row ids of a run that replays have put into the results, sorted, without those merged by `but_by`."""
+    where = (ds.field("run_id") == run_id) & ~ds.field("merged_by").isin([run_id, but_by])
+    batches = dataset.to_batches(columns=["row_id"], filter=where)
+    return np.unique(
+        np.concatenate([np.empty(0, np.int64), *(b.column("row_id").to_numpy() for b in batches)])
+    )
+
+
+def _letters(store: Store, plan: Plan) -> dict[str, int]:
+    table = open_table(store, DEAD_LETTERS)
+    if table is None:
+        return {}
+    dataset = dataset_of(store, DEAD_LETTERS, table)
+    here = (ds.field("job") == plan.job) & (ds.field("run_id") == plan.run_id)
+    counts = {s.value: dataset.count_rows(filter=here & (ds.field("status") == s.value)) for s in Status}
+    return {status: count for status, count in counts.items() if count}
