@@ -291,7 +291,7 @@ class JsonlReader(_Files):
         for path, found in zip(self._paths, self._found, strict=True):
             with self._explained(found, path):
                 query = f"SELECT json_group_structure(json) FROM {self._lines(path, found)}"
-                (text,) = self._connection.execute(query).fetchone() or (None,)
+                ((text,),) = self._connection.execute(query).fetchall()
             if text is None:
                 continue
             structure = json.loads(text)
@@ -316,7 +316,7 @@ class JsonlReader(_Files):
                 f"SELECT 1 FROM {self._lines(path, found)} WHERE regexp_full_match("
                 f"json_extract_string(json, {sql_text(_path(name))}), '-?[0-9]{{{digits},}}') LIMIT 1"
             )
-            if self._connection.execute(query).fetchone():
+            if self._connection.execute(query).fetchall():
                 self.warnings.append(
                     f"input column `{name}` has numbers of more than 15 digits; it is read as text"
                 )
