@@ -11,10 +11,10 @@ import sys
 from collections.abc import Sequence
 
 import airflow_batchinfer
-from airflow_batchinfer.cli import runs, specs
+from airflow_batchinfer.cli import quality, runs, specs, upkeep
 from airflow_batchinfer.errors import BatchInferError
 
-_COMMANDS = [*specs.COMMANDS, *runs.COMMANDS]
+_COMMANDS = [*specs.COMMANDS, *runs.COMMANDS, *upkeep.COMMANDS]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from airflow_batchinfer.errors import InputError
+from airflow_batchinfer.cli import main
+from airflow_batchinfer.errors import ExitCode, InputError
 from airflow_batchinfer.pipeline.eyes import read_sheet, write_sheet
 from airflow_batchinfer.pipeline.report import write_report
 from tests.unit.quality.runs import MadeRun, make_run, make_spec, tickets
@@ -87,3 +88,18 @@ def test_a_begun_sheet_is_never_overwritten(run: MadeRun) -> None:
 def test_wrong_sheets_are_refused_by_line(run: MadeRun, content: bytes, message: str) -> None:
     with pytest.raises(InputError, match=message):
         read_sheet(run.store, run.folder, content)
+
+
+def test_command_reads_a_sheet_and_writes_the_report(
+    run: MadeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_sheet(run.store, run.folder, 4)
+    sheet = tmp_path / "sheet.csv"
+    sheet.write_bytes(marked(run, ["yes"] * 4))
+    where = [run.folder, "--store", run.store.uri]
+    assert main(["review", "--sheet", str(sheet), *where]) == 0
+    assert main(["report", *where]) == 0
+    told = capsys.readouterr().out
+    assert "4 of 4 marked rows are correct: 100.0%" in told
+    assert told.rstrip().endswith("report.html")
+    assert main(["review", "--sheet", str(tmp_path / "none.csv"), *where]) == ExitCode.BAD_INPUT
