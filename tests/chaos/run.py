@@ -23,6 +23,8 @@ ROOT = Path(__file__).parents[2]
 ROWS = 120
 _ATTEMPT_SECONDS = 90.0
 
+NO_FAULT = Fault()
+
 
 class ChaosRun:
     """A planned run of one shard in a store of its own.
@@ -55,7 +57,7 @@ class ChaosRun:
         self.layout = RunLayout(self.plan.folder)
         self.paid_twice = 0
 
-    def start(self, fault: Fault = Fault(), what: str = "worker") -> subprocess.Popen[bytes]:
+    def start(self, fault: Fault = NO_FAULT, what: str = "worker") -> subprocess.Popen[bytes]:
         """Start a victim; nothing is counted yet."""
         where = (
             ["--store", self.store.uri, "--folder", self.plan.folder, "--shards", "0"]
@@ -72,7 +74,7 @@ class ChaosRun:
             )
 
     def attempt(
-        self, fault: Fault = Fault(), meanwhile: Callable[[subprocess.Popen[bytes]], None] | None = None
+        self, fault: Fault = NO_FAULT, meanwhile: Callable[[subprocess.Popen[bytes]], None] | None = None
     ) -> int:
         """One worker from start to end; returns its exit status (negative: the signal)."""
         durable = durable_rows(self.store, self.layout, 0)
