@@ -14,7 +14,7 @@ import airflow_batchinfer
 from airflow_batchinfer.cli import quality, runs, specs, upkeep
 from airflow_batchinfer.errors import BatchInferError
 
-_COMMANDS = [*specs.COMMANDS, *runs.COMMANDS, *upkeep.COMMANDS]
+_COMMANDS = [*specs.COMMANDS, *runs.COMMANDS, *upkeep.COMMANDS, *quality.COMMANDS]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
