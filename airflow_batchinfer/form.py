@@ -148,9 +148,9 @@ def form_params(defaults: str | Path) -> dict[str, Param]:
         yaml.safe_dump(rest, sort_keys=False, allow_unicode=True) if rest else "",
         type=["string", "null"],
         format="multiline",
-        title="Other fields",
-        section="Advanced",
-        description="YAML of any other field of the job spec, merged over the form. See docs/spec.md.",
+        title="As YAML",
+        section="Other fields",
+        description_md="YAML of any other field of the job spec, merged over the form. See docs/spec.md.",
     )
     return params
 
@@ -231,7 +231,9 @@ def _schema(entry: _Entry) -> dict[str, Any]:
     if "null" in types:
         own["type"] = types
     own.pop("title", None)
-    return {**own, **entry.schema}
+    schema = {**own, **entry.schema}
+    schema["description_md"] = schema.pop("description")
+    return schema
 
 
 def _take(fields: dict[str, Any], path: str, otherwise: Any) -> Any:

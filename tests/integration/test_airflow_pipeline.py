@@ -126,7 +126,7 @@ def test_the_form_has_sections_and_is_checked_by_the_server(airflow):
         "Data",
         "Prompt",
         "Answer",
-        "Advanced",
+        "Other fields",
     ]
     assert params["template"]["schema"]["format"] == "multiline"
     assert "{{" in params["template"]["value"]

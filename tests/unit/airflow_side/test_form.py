@@ -40,7 +40,7 @@ def test_every_param_has_title_section_description_and_a_valid_default(spec_file
         param.resolve()
         assert param.schema["title"], name
         assert param.schema["section"], name
-        assert param.description, name
+        assert param.schema["description_md"], name
 
 
 def test_bounds_and_choices_come_from_the_spec(spec_file):
