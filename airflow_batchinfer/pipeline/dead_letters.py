@@ -43,7 +43,8 @@ SCHEMA = pa.schema(
     ]
 )
 """Columns of the table. `input` is JSON text of the columns the prompt reads. `attempts` counts over the
-run and its replays; `replays` how often the row was sent again; `last_run` is the last run that ended with it dead."""
+run and its replays; `replays` how often the row was sent again; `last_run` is the last run that ended
+with it dead."""
 
 PARTITION_BY = ("job", "run_id")
 

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from airflow_batchinfer.errors import CorruptError, InputError, PlanChangedError, SpecError
+from airflow_batchinfer.pipeline.expectations import check_expectations
 from airflow_batchinfer.pipeline.freeze import freeze
 from airflow_batchinfer.pipeline.increment import Increment
 from airflow_batchinfer.pipeline.outputs import OutputColumns
@@ -36,7 +37,7 @@ def split(store: Store, spec: JobSpec, run_id: str) -> Plan:
 
     Raises:
         InputError: the input cannot be used; names file, line, column or rows, and the remedy.
-        SpecError: the prompt cannot work, or another run has the same folder name.
+        SpecError: the prompt or an expectation cannot work, or another run has the same folder name.
         PlanChangedError: a plan is there and the job has changed since in a field that decides the
             results or the shards; see `on_changed_spec`.
         CorruptError: a plan is there and its shards' files are not; see `on_changed_spec`.
@@ -46,6 +47,7 @@ def split(store: Store, spec: JobSpec, run_id: str) -> Plan:
     plan, generation = existing_plan(store, spec, run_id)
     if plan is not None:
         return plan
+    check_expectations(spec)
     layout, epoch = RunLayout(run_dir(spec.name, run_id, generation)), new_epoch()
     check_writable(store, layout, epoch)
     check_table_types(store, results_table(spec.name), OutputColumns(spec).fields)

@@ -7,16 +7,24 @@ the shard withdraws it and sends again only the rows that were lost.
 from __future__ import annotations
 
 import hashlib
+import logging
 
-from airflow_batchinfer.run.commit import Commit, CommittedPart
+from airflow_batchinfer.errors import StoreError
+from airflow_batchinfer.run.commit import Commit, CommittedPart, chosen_commit
 from airflow_batchinfer.run.layout import RunLayout
 from airflow_batchinfer.store import Store
+
+log = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 4 * 1024 * 1024
 
 
 def part_problem(store: Store, part: CommittedPart) -> str | None:
-    """What is wrong with a part, naming it; none if its size and SHA-256 are the commit's."""
+    """What is wrong with a part, naming it; none if its size and SHA-256 are the commit's.
+
+    Raises:
+        StoreError: the store cannot be read, which says nothing about the part.
+    """
     filesystem, root = store.filesystem()
     uri = store.uri_of(part.key)
     try:
@@ -28,7 +36,7 @@ def part_problem(store: Store, part: CommittedPart) -> str | None:
     except FileNotFoundError:
         return f"{uri} is missing"
     except OSError as error:
-        return f"{uri} cannot be read: {error}"
+        raise StoreError(f"cannot read {uri}: {error}") from error
     if size != part.bytes:
         return f"{uri} has {size} bytes, its commit says {part.bytes}"
     if digest.hexdigest() != part.sha256:
@@ -39,6 +47,20 @@ def part_problem(store: Store, part: CommittedPart) -> str | None:
 def commit_problems(store: Store, commit: Commit) -> list[str]:
     """What is wrong with a commit's parts; empty if all verify. Reads each part once, in a stream."""
     return [problem for part in commit.parts if (problem := part_problem(store, part))]
+
+
+def sound_commit(store: Store, layout: RunLayout, shard: int, fingerprint: str) -> Commit | None:
+    """The shard's commit by the readers' rule, if its parts verify; damaged ones are withdrawn first.
+
+    For whoever is about to work on the shard: what is lost is sent again only after this says so.
+    """
+    while (commit := chosen_commit(store, layout, shard, fingerprint)) is not None:
+        problems = commit_problems(store, commit)
+        if not problems:
+            return commit
+        log.warning("commit %s of shard %d is withdrawn: %s", commit.epoch, shard, "; ".join(problems))
+        withdraw_commit(store, layout, commit)
+    return None
 
 
 def withdraw_commit(store: Store, layout: RunLayout, commit: Commit) -> None:

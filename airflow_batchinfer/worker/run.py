@@ -7,8 +7,8 @@ import os
 from collections.abc import Callable, Sequence
 
 from airflow_batchinfer.errors import BatchInferError, ExitCode, InputError, SpecError
-from airflow_batchinfer.run.commit import chosen_commit
 from airflow_batchinfer.run.epoch import new_epoch
+from airflow_batchinfer.run.integrity import sound_commit
 from airflow_batchinfer.run.layout import RunLayout
 from airflow_batchinfer.run.plan import Plan, PlannedShard
 from airflow_batchinfer.run.stop import Stop, set_stop
@@ -64,7 +64,7 @@ def run_worker(settings: Settings, say: Callable[[str], None]) -> ExitCode:
     planned = [
         shard
         for shard in _planned(plan, settings.shards)
-        if chosen_commit(store, layout, shard.shard, plan.fingerprint) is None
+        if sound_commit(store, layout, shard.shard, plan.fingerprint) is None
     ]
     if not planned:
         log.info("every shard has its commit already")

@@ -1,0 +1,77 @@
+"""Commands that look after the store: `account`, `delete`, `sweep`."""
+
+from __future__ import annotations
+
+import argparse
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from airflow_batchinfer.cli.command import Command, add_folder_argument, add_store_arguments, store_of
+
+if TYPE_CHECKING:
+    from airflow_batchinfer.pipeline.housekeeping import Removed
+
+
+def account(arguments: argparse.Namespace) -> None:
+    """Print what has become of a published run's rows, replays included, counted in the tables."""
+    from airflow_batchinfer.pipeline.split import load_plan
+    from airflow_batchinfer.pipeline.standing import standing_of
+
+    store = store_of(arguments)
+    standing = standing_of(store, load_plan(store, arguments.folder))
+    print(f"rows         {standing.rows:>12,}")
+    print(f"  succeeded  {standing.succeeded:>12,}")
+    print(f"  resolved   {standing.resolved:>12,}  (by replays)")
+    print(f"  dead       {standing.dead:>12,}")
+    for status, letters in sorted(standing.letters.items()):
+        print(f"dead letters {letters:>12,}  {status}")
+
+
+def delete(arguments: argparse.Namespace) -> None:
+    """Delete a job's old runs; tables stay."""
+    from airflow_batchinfer.pipeline.housekeeping import delete_runs
+
+    age = timedelta(days=arguments.older_than_days)
+    removed = delete_runs(store_of(arguments), arguments.job, age, dry_run=arguments.dry_run)
+    for folder in removed.runs:
+        print(folder)
+    print(_summary(removed, arguments.dry_run))
+
+
+def sweep(arguments: argparse.Namespace) -> None:
+    """Delete parts that no commit names, and table files that no version needs."""
+    from airflow_batchinfer.pipeline.housekeeping import delete_orphans, vacuum_tables
+
+    store = store_of(arguments)
+    orphans = delete_orphans(store, arguments.job, dry_run=arguments.dry_run)
+    print(f"runs: {_summary(orphans, arguments.dry_run)}")
+    vacuumed = vacuum_tables(store, arguments.job, dry_run=arguments.dry_run)
+    print(f"tables: {_summary(vacuumed, arguments.dry_run)}")
+
+
+def _summary(removed: Removed, dry_run: bool) -> str:
+    done = "would be deleted" if dry_run else "deleted"
+    return f"{removed.objects:,} objects, {removed.bytes:,} bytes {done}"
+
+
+def _job_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("job", metavar="JOB", help="the job's name")
+    parser.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
+    add_store_arguments(parser)
+
+
+def _delete_arguments(parser: argparse.ArgumentParser) -> None:
+    _job_arguments(parser)
+    parser.add_argument(
+        "--older-than-days",
+        type=float,
+        required=True,
+        help="runs in whose folder nothing was written for so long",
+    )
+
+
+COMMANDS = [
+    Command("account", "count a published run's rows, replays included", account, add_folder_argument),
+    Command("delete", "delete a job's old runs; tables stay", delete, _delete_arguments),
+    Command("sweep", "delete what no run and no table version needs", sweep, _job_arguments),
+]

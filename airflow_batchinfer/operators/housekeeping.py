@@ -1,0 +1,54 @@
+"""`HousekeepingOperator`: delete a job's old runs and what nobody names any more."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from airflow_batchinfer.operators.base import BatchInferOperator
+from airflow_batchinfer.store import open_store
+
+if TYPE_CHECKING:
+    from airflow.sdk import Context
+
+
+class HousekeepingOperator(BatchInferOperator):
+    """Keep a store from growing without bound. Tables lose no row.
+
+    Args:
+        job: the job's name.
+        store: the store's address.
+        storage_options: options of an S3 store; never credentials.
+        delete_runs_after: delete runs in whose folder nothing was written for so long; none keeps them.
+    """
+
+    def __init__(
+        self,
+        *,
+        job: str,
+        store: str,
+        storage_options: Mapping[str, str] | None = None,
+        delete_runs_after: timedelta | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self.job = job
+        self.store = store
+        self.storage_options = dict(storage_options or {})
+        self.delete_runs_after = delete_runs_after
+
+    def execute(self, context: Context) -> dict[str, Any]:
+        """What was deleted. Raises `StoreError`."""
+        from airflow_batchinfer.pipeline.housekeeping import delete_orphans, delete_runs, vacuum_tables
+
+        self.use_store_connection()
+        store = open_store(self.store, self.storage_options)
+        runs: list[str] = []
+        if self.delete_runs_after is not None:
+            runs = delete_runs(store, self.job, self.delete_runs_after).runs
+        return {
+            "runs": runs,
+            "orphans": delete_orphans(store, self.job).objects,
+            "table_files": vacuum_tables(store, self.job).objects,
+        }

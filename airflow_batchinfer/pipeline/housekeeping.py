@@ -1,0 +1,141 @@
+"""Housekeeping: delete old runs, parts that nobody names, and table files that no version needs.
+
+Runs and tables are apart: deleting a run takes its plan, shards and reports, never its rows in the
+results or dead-letter table. A run without its folder cannot be replayed any more.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from itertools import groupby
+
+from deltalake.exceptions import DeltaError
+from pydantic import Field
+
+from airflow_batchinfer.errors import CorruptError, StoreError
+from airflow_batchinfer.pipeline.tables import open_table
+from airflow_batchinfer.run.commit import commits_of
+from airflow_batchinfer.run.document import Document
+from airflow_batchinfer.run.layout import DEAD_LETTERS, RunLayout, results_table, runs_dir
+from airflow_batchinfer.run.plan import Plan
+from airflow_batchinfer.store import ObjectInfo, Store
+
+ORPHAN_AGE = timedelta(days=1)
+"""Younger objects may belong to an attempt that is still at work."""
+
+VACUUM_AGE = timedelta(days=7)
+"""Table files that younger versions do not need; a reader of an older version would miss them."""
+
+
+class Removed(Document):
+    """What was deleted, or would be."""
+
+    runs: list[str] = Field(default_factory=list, description="Folders of whole runs.")
+    objects: int = 0
+    bytes: int = 0
+
+
+def delete_runs(store: Store, job: str, older_than: timedelta, *, dry_run: bool = False) -> Removed:
+    """Delete a job's runs in whose folder nothing was written for so long; tables stay as they are.
+
+    The plan goes first, so that a run is either whole or not there; what an interrupted deletion leaves is
+    a folder without a plan, which the next one takes.
+    """
+    oldest = time.time() - older_than.total_seconds()
+    folders: list[str] = []
+    objects = size = 0
+    for folder, found in _run_folders(store, job):
+        if max(info.modified for info in found) >= oldest:
+            continue
+        folders.append(folder)
+        objects += len(found)
+        size += sum(info.size for info in found)
+        if not dry_run:
+            plan = RunLayout(folder).plan
+            store.delete(plan)
+            for info in found:
+                store.delete(info.key)
+    return Removed(runs=folders, objects=objects, bytes=size)
+
+
+def delete_orphans(
+    store: Store, job: str, older_than: timedelta = ORPHAN_AGE, *, dry_run: bool = False
+) -> Removed:
+    """Delete, in all runs of a job, what no plan and no commit names.
+
+    Those are the rows files of split attempts that another one overtook, and in shards that have a
+    commit, parts that none of its commits names. A shard without a commit keeps all its parts: they
+    are what it resumes from.
+    """
+    oldest = time.time() - older_than.total_seconds()
+    objects = size = 0
+    for folder, found in _run_folders(store, job):
+        try:
+            plan = Plan.read(store, RunLayout(folder).plan)
+        except (FileNotFoundError, CorruptError):
+            continue
+        for info in _orphans(store, plan, found):
+            if info.modified >= oldest:
+                continue
+            objects += 1
+            size += info.size
+            if not dry_run:
+                store.delete(info.key)
+    return Removed(objects=objects, bytes=size)
+
+
+def vacuum_tables(
+    store: Store, job: str, older_than: timedelta = VACUUM_AGE, *, dry_run: bool = False
+) -> Removed:
+    """Delete files of the job's results table and the dead-letter table that newer versions replaced.
+
+    Failed publications leave such files too. Rows of the current version are never touched.
+
+    Raises:
+        StoreError: a table cannot be read or written.
+    """
+    removed = 0
+    for key in (results_table(job), DEAD_LETTERS):
+        table = open_table(store, key)
+        if table is None:
+            continue
+        hours = int(older_than.total_seconds() // 3600)
+        try:
+            removed += len(
+                table.vacuum(retention_hours=hours, dry_run=dry_run, enforce_retention_duration=False)
+            )
+        except (DeltaError, OSError) as error:
+            raise StoreError(f"cannot vacuum {store.uri_of(key)}: {error}") from error
+    return Removed(objects=removed)
+
+
+def _run_folders(store: Store, job: str) -> Iterator[tuple[str, list[ObjectInfo]]]:
+    """Each run's folder and its objects; a listing is sorted, so a run's objects stand together."""
+    depth = runs_dir(job).count("/") + 2
+    for folder, found in groupby(
+        store.list(runs_dir(job)), lambda info: "/".join(info.key.split("/")[:depth])
+    ):
+        yield folder, list(found)
+
+
+def _orphans(store: Store, plan: Plan, found: list[ObjectInfo]) -> Iterator[ObjectInfo]:
+    layout = RunLayout(plan.folder)
+    named = {shard.rows_key for shard in plan.shards} | {s.copies_key for s in plan.shards if s.copies_key}
+    if plan.kept:
+        named.add(plan.kept.key)
+    committed: set[str] = set()
+    for shard in plan.shards:
+        commits, _ = commits_of(store, layout, shard.shard)
+        if commits:
+            committed.add(layout.shard(shard.shard))
+        named |= {part.key for commit in commits for part in commit.parts}
+    for info in found:
+        name = info.key.rpartition("/")[2]
+        if info.key in named:
+            continue
+        if name.startswith(("rows-", "copies-", "kept-", ".writable-")) or (
+            name.startswith("part-") and info.key.rsplit("/", 2)[0] in committed
+        ):
+            yield info
