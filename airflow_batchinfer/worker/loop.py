@@ -159,13 +159,13 @@ class Loop:
             if failed is not None:
                 raise failed
         self._take_blocks()
-        if self._control.leaving or self._failure is not None:
+        if self._control.leaving:
             self._drain()
         else:
             self._advance_search()
             self._announce()
         try:
-            if not self._control.leaving and self._failure is None:
+            if not self._control.leaving:
                 self._admit()
             if self._admission.in_flight:
                 self._collect()
@@ -177,8 +177,15 @@ class Loop:
         self._checkpoint_due()
 
     def _may_leave(self) -> bool:
-        leaving = self._control.leaving or self._failure is not None
-        return leaving and not self._admission.in_flight
+        if self._admission.in_flight:
+            return False
+        return self._control.leaving or (self._failure is not None and self._quiet)
+
+    @property
+    def _quiet(self) -> bool:
+        """Whether nothing is in the engine or on its way there."""
+        nobody = not self._admission.in_flight and not self._admission.waiting and not self._isolated
+        return nobody and self._search is None and self._preparation.exhausted
 
     # Rows in
 
@@ -191,7 +198,7 @@ class Loop:
             try:
                 block = self._preparation.next_block(wait)
             except BatchInferError as error:
-                # What is in flight is paid for: finish it, keep it, and only then say what is wrong.
+                # What came before is unharmed: finish it, keep it, and only then say what is wrong.
                 self._failure = error
                 return
             if block is None:
@@ -200,7 +207,7 @@ class Loop:
             wait = 0.0
 
     def _wants_rows(self) -> bool:
-        calm = self._search is None and not self._control.leaving and self._failure is None
+        calm = self._search is None and not self._control.leaving
         slow_store = self._writer.backlog > 4 * self._checkpoint.rows + self._window
         return calm and not slow_store and len(self._admission.ready) <= 2 * self._window
 
@@ -258,7 +265,9 @@ class Loop:
 
     def _wait_for_work(self) -> None:
         """Nothing is in flight: wait for rows, an announcement or a retry, whichever is due."""
-        if not self._engine.started and self._preparation.rows_found and not self._control.leaving:
+        if self._control.leaving:
+            return
+        if not self._engine.started and self._preparation.rows_found:
             self._start_engine()
         if self._admission.ready:
             time.sleep(0.001 if not self._announcer.idle else 0.0)
@@ -267,9 +276,9 @@ class Loop:
         wait = _IDLE_SECONDS if due is None else min(due, _IDLE_SECONDS)
         if not self._preparation.exhausted and self._wants_rows():
             self._take_blocks(wait)
-        elif self._admission.waiting or self._search is not None:
+        elif not self._quiet:
             time.sleep(min(wait, _HUNGRY_SECONDS))
-        elif self._preparation.exhausted and not self._isolated and self._failure is None:
+        elif self._failure is None:
             for shard in self._open:  # nothing is left to do: either all is done, or the sums are wrong
                 shard.check()
 
@@ -383,7 +392,7 @@ class Loop:
         for row in suspects:
             row.deaths += 1
         log.warning("the engine died with %d rows in flight: %s", len(suspects), cause)
-        if self._control.leaving or self._failure is not None:
+        if self._control.leaving:
             return
         self._investigate(suspects, cause, stalled)
         if not any(not shard.complete for shard in self._open):

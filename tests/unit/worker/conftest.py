@@ -81,9 +81,7 @@ class Run:
         process.send_signal(signal.SIGKILL)
         process.communicate(timeout=TIMEOUT)
 
-    def wait_until(
-        self, reached: Callable[[], bool], process: subprocess.Popen[str] | None = None
-    ) -> None:
+    def wait_until(self, reached: Callable[[], bool], process: subprocess.Popen[str] | None = None) -> None:
         deadline = time.monotonic() + TIMEOUT
         while not reached():
             assert time.monotonic() < deadline, "never reached"
@@ -121,6 +119,11 @@ class Run:
         found = latest_progress(self.store, self.layout, shard)
         assert found is not None
         return found
+
+    def state(self, shard: int = 0) -> str:
+        """The newest attempt's state; blank while it has not said."""
+        found = latest_progress(self.store, self.layout, shard)
+        return "" if found is None else found.state
 
     def paid(self) -> Counter[int]:
         """How often each row was answered by an engine."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import signal
 import threading
 
-import pytest
-
 from airflow_batchinfer.errors import ExitCode
 from airflow_batchinfer.run.epoch import new_epoch
 from tests.unit.worker.conftest import Run, assert_sums, texts

@@ -1,0 +1,170 @@
+"""SIGTERM, the stop marker, a parent's death: what is paid is kept, and the exit code says why."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from airflow_batchinfer.errors import ExitCode
+from airflow_batchinfer.run.stop import clear_stop, set_stop
+from tests.unit.worker.conftest import ROOT, Run, texts
+
+# Four at a time, so that a kill finds rows in flight.
+SLOW = {"delay_seconds": 0.3, "max_in_flight": 4}
+
+
+def checkpoint(grace: float) -> dict[str, float]:
+    return {"grace_seconds": grace, "progress_seconds": 0.1}
+
+
+def test_sigterm_without_grace_aborts_what_is_in_flight_and_keeps_what_is_done(run: Run) -> None:
+    run.plan(texts(100), options=SLOW, checkpoint=checkpoint(0))
+    worker = run.start()
+    run.wait_until(lambda: len(run.paid()) >= 8, worker)
+    worker.send_signal(signal.SIGTERM)
+    code, said = run.end_of(worker)
+    assert code == ExitCode.RECLAIMED
+    assert said == "batchinfer: told to leave by SIGTERM"
+    assert run.durable() == set(run.paid())
+    assert run.progress().state == "reclaimed"
+    assert not run.files("suspects.json")
+    assert not run.files("commit.json")
+
+
+def test_sigterm_with_grace_lets_what_is_in_flight_finish(run: Run) -> None:
+    run.plan(texts(100), options=SLOW, checkpoint=checkpoint(20))
+    worker = run.start()
+    run.wait_until(lambda: len(run.paid()) >= 4, worker)
+    paid_then = len(run.paid())
+    worker.send_signal(signal.SIGTERM)
+    assert run.end_of(worker)[0] == ExitCode.RECLAIMED
+    assert run.durable() == set(run.paid())
+    assert paid_then < len(run.paid()) < 50
+    assert run.work()[0] == ExitCode.COMMITTED
+    assert set(run.paid().values()) == {1}
+
+
+def test_a_second_sigterm_ends_the_grace(run: Run) -> None:
+    run.plan(texts(20, {2: "<<hang>>"}), engine="FaultyEngine", checkpoint=checkpoint(600))
+    worker = run.start()
+    run.wait_until(lambda: len(run.paid()) == 19, worker)
+    worker.send_signal(signal.SIGTERM)
+    run.wait_until(lambda: run.state() == "draining", worker)
+    worker.send_signal(signal.SIGTERM)
+    assert run.end_of(worker)[0] == ExitCode.RECLAIMED
+    assert run.durable() == set(range(20)) - {2}
+
+
+def test_the_last_rows_within_the_grace_still_make_a_commit(run: Run) -> None:
+    run.plan(texts(4), options={"delay_seconds": 1.0}, checkpoint=checkpoint(20))
+    worker = run.start()
+    run.wait_until(lambda: run.state() == "running" and run.progress().in_flight == 4, worker)
+    worker.send_signal(signal.SIGTERM)
+    assert run.end_of(worker)[0] == ExitCode.COMMITTED
+    assert run.outcomes() == {"succeeded": 4}
+
+
+def test_sigterm_while_the_engine_starts(run: Run) -> None:
+    run.plan(texts(4), options={"start_seconds": 600}, checkpoint=checkpoint(600))
+    worker = run.start()
+    run.wait_until(lambda: run.state() == "loading", worker)
+    worker.send_signal(signal.SIGTERM)
+    assert run.end_of(worker)[0] == ExitCode.RECLAIMED
+
+
+def test_the_stop_marker_drains_and_clearing_it_resumes(run: Run) -> None:
+    run.plan(texts(60), options=SLOW, checkpoint=checkpoint(20))
+    worker = run.start()
+    run.wait_until(lambda: len(run.paid()) >= 4, worker)
+    set_stop(run.store, run.planned.folder, "enough", "a person")
+    code, said = run.end_of(worker)
+    assert code == ExitCode.STOPPED
+    assert "stopped by a person: enough" in said
+    assert run.durable() == set(run.paid())
+    assert run.progress().state == "stopped"
+    assert run.work()[0] == ExitCode.STOPPED
+    clear_stop(run.store, run.planned.folder)
+    assert run.work()[0] == ExitCode.COMMITTED
+    assert set(run.paid().values()) == {1}
+
+
+PARENT = """
+import subprocess, sys, time
+worker = subprocess.Popen(sys.argv[1:], stderr=subprocess.DEVNULL)
+print(worker.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_worker_dies_with_its_parent_and_its_engine_with_it(run: Run) -> None:
+    run.plan(texts(200), engine="DyingEngine", options=SLOW, checkpoint=checkpoint(0))
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, *run.command("0", "--die-with-parent")],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert parent.stdout is not None
+    worker = int(parent.stdout.readline())
+    run.wait_until(lambda: len(run.paid()) >= 4)
+    engine = _children(worker)
+    assert len(engine) == 1
+    parent.kill()
+    parent.communicate()
+    run.wait_until(lambda: not _alive(worker) and not _alive(engine[0]))
+    assert run.progress().state == "reclaimed"
+    assert run.durable() == set(run.paid())
+
+
+def test_a_parent_that_is_gone_already_is_noticed(run: Run) -> None:
+    run.plan(texts(4))
+    code, said = run.work("0", "--die-with-parent", "1")
+    assert (code, said) == (ExitCode.RECLAIMED, "batchinfer: the parent process has ended")
+
+
+def test_what_a_dead_worker_left_over_is_ended_by_the_next(run: Run) -> None:
+    """An engine that ignores its worker's death: it sleeps on, with the dead worker's mark."""
+    from airflow_batchinfer.worker.processes import OWNER, identity
+
+    gone = identity().rsplit(":", 2)[0] + ":4194304:1"
+    leftover = subprocess.Popen(["sleep", "600"], env={**os.environ, OWNER: gone}, start_new_session=True)
+    mine = subprocess.Popen(["sleep", "600"], env={**os.environ, OWNER: identity()})
+    elsewhere = subprocess.Popen(["sleep", "600"], env={**os.environ, OWNER: "another-host:1:4194304:1"})
+    try:
+        run.plan(texts(4))
+        assert run.work()[0] == 0
+        assert leftover.wait(10) == -signal.SIGKILL
+        assert mine.poll() is None
+        assert elsewhere.poll() is None
+    finally:
+        for process in (leftover, mine, elsewhere):
+            process.kill()
+            process.wait()
+
+
+def _children(pid: int) -> list[int]:
+    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def test_a_killed_worker_takes_its_engine_along(run: Run) -> None:
+    run.plan(texts(200), engine="DyingEngine", options=SLOW)
+    worker = run.start()
+    run.wait_until(lambda: len(run.paid()) >= 4, worker)
+    (engine,) = _children(worker.pid)
+    worker.kill()
+    worker.communicate()
+    deadline = time.monotonic() + 10
+    while _alive(engine):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
