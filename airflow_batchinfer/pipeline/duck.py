@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import duckdb
 
@@ -47,6 +48,12 @@ def open_duckdb(scratch: Path, *, keep_order: bool = False) -> Iterator[duckdb.D
         connection.close()
         for path in scratch.glob("keys.duckdb*"):
             path.unlink(missing_ok=True)
+
+
+def scalar(connection: duckdb.DuckDBPyConnection, query: str) -> Any:
+    """The one value that a query gives. Fetches the result to its end: an open one blocks the connection."""
+    ((value,),) = connection.execute(query).fetchall()
+    return value
 
 
 def sql_name(name: str) -> str:

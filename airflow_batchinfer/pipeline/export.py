@@ -12,8 +12,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from airflow_batchinfer.pipeline.duck import sql_name, sql_text
+from airflow_batchinfer.pipeline.duck import MEMORY_LIMIT, sql_name, sql_text
 from airflow_batchinfer.pipeline.shuffle import Shuffle
+from airflow_batchinfer.pipeline.streams import arrow_stream
 from airflow_batchinfer.run.layout import safe_run_id
 from airflow_batchinfer.run.plan import Plan
 from airflow_batchinfer.spec import ExportSpec
@@ -72,10 +73,12 @@ def _write(plan: Plan, export: ExportSpec, rows: OrderedRows, scratch: Path) -> 
 
 
 def _write_text(format_: str, rows: OrderedRows, local: Path) -> None:
-    reader = pa.RecordBatchReader.from_batches(rows.schema, iter(rows))
     options = "FORMAT json" if format_ == "jsonl" else "FORMAT csv, HEADER"
     columns = ", ".join(_column(f, format_) for f in rows.schema)
-    with duckdb.connect(config={"threads": 1, "memory_limit": "400MB"}) as connection:
+    with (
+        duckdb.connect(config={"threads": 1, "memory_limit": MEMORY_LIMIT}) as connection,
+        arrow_stream(rows.schema, iter(rows)) as reader,
+    ):
         connection.register("results", reader)
         connection.execute(f"COPY (SELECT {columns} FROM results) TO {sql_text(str(local))} ({options})")
 

@@ -9,8 +9,10 @@ import numpy as np
 import pyarrow as pa
 
 from airflow_batchinfer.errors import InputError
+from airflow_batchinfer.pipeline.duck import scalar
 from airflow_batchinfer.pipeline.prediction import BYTES_PER_TOKEN, Prediction
 from airflow_batchinfer.pipeline.readers import Reader
+from airflow_batchinfer.pipeline.streams import arrow_stream
 
 PREFIX_LEVELS = 3
 """Sort levels for shared prefixes, the broadest first."""
@@ -59,10 +61,7 @@ def build_keys(
     )
     levels = _prefixes(prompt)
     kept_id = f", {id_text} AS id_text" if keep_ids and id_text else ""
-    stream = pa.RecordBatchReader.from_batches(counted.schema(names), counted.batches(names))
-    connection.register("input_stream", stream)
-    connection.execute(
-        f"""
+    query = f"""
         CREATE TABLE keys AS
         SELECT row_id,
             ('0x' || digest[1:16])::UBIGINT AS digest_high,
@@ -78,7 +77,9 @@ def build_keys(
             FROM input_stream
         )
         """
-    )
+    with arrow_stream(counted.schema(names), counted.batches(names)) as stream:
+        connection.register("input_stream", stream)
+        connection.execute(query)
     connection.unregister("input_stream")
     if counted.rows == 0 and reader.row_ids is None:
         raise InputError(f"the input has no rows ({len(reader.files)} files, first {reader.files[0].uri})")
@@ -150,7 +151,7 @@ def _check_ids(connection: duckdb.DuckDBPyConnection, reader: Reader, id_column:
         f"SELECT row_id FROM keys WHERE id_null ORDER BY row_id LIMIT {_EXAMPLES}"
     ).fetchall()
     if nulls:
-        (count,) = connection.execute("SELECT count(*) FROM keys WHERE id_null").fetchone() or (0,)
+        count = scalar(connection, "SELECT count(*) FROM keys WHERE id_null")
         raise InputError(
             f"input.id_column: `{id_column}` is null in {count} rows, the first of them number "
             f"{', '.join(str(n) for (n,) in nulls)} (counted from 0); fill it, or leave id_column out"
@@ -158,25 +159,24 @@ def _check_ids(connection: duckdb.DuckDBPyConnection, reader: Reader, id_column:
     connection.execute(
         "CREATE TEMP TABLE repeated AS SELECT id_hash FROM keys GROUP BY id_hash HAVING count(*) > 1"
     )
-    (repeated,) = connection.execute("SELECT count(*) FROM repeated").fetchone() or (0,)
+    repeated = scalar(connection, "SELECT count(*) FROM repeated")
     if not repeated:
         return
     # Equal hashes are only a hint: read the ids again, those of these hashes alone, and compare.
     counted = _Numbered(reader, [id_column])
-    stream = pa.RecordBatchReader.from_batches(counted.schema(["id"]), counted.batches(["id"]))
-    connection.register("id_stream", stream)
     text = _text("id", counted.fields[0].type)
-    connection.execute(
-        f"""
+    query = f"""
         CREATE TEMP TABLE twice AS
         SELECT id, count(*) AS times, min(row_id) AS first, max(row_id) AS last
         FROM (SELECT {text} AS id, row_id FROM id_stream)
         WHERE hash(id) IN (SELECT id_hash FROM repeated)
         GROUP BY id HAVING count(*) > 1
         """
-    )
+    with arrow_stream(counted.schema(["id"]), counted.batches(["id"])) as stream:
+        connection.register("id_stream", stream)
+        connection.execute(query)
     connection.unregister("id_stream")
-    (ids,) = connection.execute("SELECT count(*) FROM twice").fetchone() or (0,)
+    ids = scalar(connection, "SELECT count(*) FROM twice")
     if ids:
         found = connection.execute(f"SELECT * FROM twice ORDER BY first LIMIT {_EXAMPLES}").fetchall()
         examples = "; ".join(f"{i!r} {n} times (rows {a} and {b})" for i, n, a, b in found)

@@ -176,7 +176,7 @@ class DeltaReader:
             raise InputError(f"{found.uri} cannot be read as a Delta table: {error}") from error
         self._fragments = sorted(self._dataset.get_fragments(), key=lambda f: str(f.path))
         self.schema = self._dataset.schema.remove_metadata()
-        sizes = pa.record_batch(table.get_add_actions(flatten=True)).column("size_bytes")
+        sizes = pa.table(table.get_add_actions(flatten=True))["size_bytes"]
         total = int(pa.compute.sum(sizes).as_py() or 0)
         self.files = [InputFile(uri=found.uri, size=total, version=str(table.version()))]
         self.warnings: list[str] = []
@@ -300,7 +300,9 @@ class JsonlReader(_Files):
             parts.append(structure)
         for part in parts:
             merged = part if merged is None else _merge(merged, part)
-        types: dict[str, Any] = merged or {}
+        if merged is None:
+            raise InputError(f"the input has no rows ({len(self.files)} files, first {self.files[0].uri})")
+        types: dict[str, Any] = merged
         return {name: self._exact(name, type_) for name, type_ in types.items()}
 
     def _exact(self, name: str, type_: Any) -> Any:

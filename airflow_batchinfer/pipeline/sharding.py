@@ -11,6 +11,7 @@ import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from airflow_batchinfer.pipeline.duck import scalar
 from airflow_batchinfer.pipeline.keys import SQL_DIGEST
 from airflow_batchinfer.pipeline.pilot_rows import put_first, set_aside
 from airflow_batchinfer.spec import PilotSpec, ShardingSpec
@@ -169,9 +170,9 @@ def _cut(connection: duckdb.DuckDBPyConnection, sharding: ShardingSpec) -> list[
     while True:
         shards = min(wanted, most - long_shards) if long_shards < most else 0
         _place(connection, sums, max(shards, 0), min(long_shards, most))
-        (largest,) = connection.execute(
-            "SELECT max(n) FROM (SELECT count(*) AS n FROM placed WHERE kind <> 2 GROUP BY shard)"
-        ).fetchone() or (0,)
+        largest = scalar(
+            connection, "SELECT max(n) FROM (SELECT count(*) AS n FROM placed WHERE kind <> 2 GROUP BY shard)"
+        )
         if not largest or largest <= sharding.max_rows or shards >= most - long_shards:
             break
         # Rounding at the cuts can put a few rows too many into a shard: make one shard more.
@@ -179,9 +180,7 @@ def _cut(connection: duckdb.DuckDBPyConnection, sharding: ShardingSpec) -> list[
     needed = wanted + long_wanted
     if needed <= most:
         return []
-    (rows,) = connection.execute(
-        "SELECT max(n) FROM (SELECT count(*) AS n FROM placed GROUP BY shard)"
-    ).fetchone() or (0,)
+    rows = scalar(connection, "SELECT max(n) FROM (SELECT count(*) AS n FROM placed GROUP BY shard)")
     return [
         f"{needed} shards would be needed for max_rows={sharding.max_rows} and "
         f"target_tokens={sharding.target_tokens}, but max_shards is {most}: shards grow to up to {rows} rows"

@@ -13,7 +13,8 @@ import pyarrow.fs
 from deltalake import CommitProperties, DeltaTable, Transaction, write_deltalake
 from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundError
 
-from airflow_batchinfer.errors import BatchInferError, StoreError
+from airflow_batchinfer.errors import StoreError
+from airflow_batchinfer.pipeline.streams import arrow_stream
 from airflow_batchinfer.store import Store
 
 _ATTEMPTS = 8
@@ -82,9 +83,9 @@ def publish(store: Store, key: str, publication: Publication) -> int:
         table = open_table(store, key)
         if table is not None:
             _check_types(table, publication.schema, uri)
-        carried = _Carried(publication.batches(table))
         try:
-            _write(store, uri, table, publication, carried)
+            with arrow_stream(publication.schema, publication.batches(table)) as rows:
+                _write(store, uri, table, publication, rows)
         except CommitFailedError as error:
             if attempt == _ATTEMPTS:
                 raise StoreError(
@@ -93,8 +94,6 @@ def publish(store: Store, key: str, publication: Publication) -> int:
             time.sleep(random.uniform(0.1, 0.5) * attempt)
             continue
         except (DeltaError, OSError, ValueError) as error:
-            if carried.error is not None:
-                raise carried.error from error
             if table is None and open_table(store, key) is not None:
                 continue  # another publication made the table meanwhile
             raise StoreError(f"cannot write the table {uri}: {error}") from error
@@ -105,15 +104,14 @@ def publish(store: Store, key: str, publication: Publication) -> int:
 
 
 def _write(
-    store: Store, uri: str, table: DeltaTable | None, publication: Publication, carried: _Carried
+    store: Store, uri: str, table: DeltaTable | None, publication: Publication, rows: pa.RecordBatchReader
 ) -> None:
     version = 0 if table is None else (table.transaction_version(publication.writer) or 0) + 1
     properties = CommitProperties(app_transactions=[Transaction(publication.writer, version)])
-    data = pa.RecordBatchReader.from_batches(publication.schema, carried)
     if table is None:
         write_deltalake(
             uri,
-            data,
+            rows,
             mode="error",
             partition_by=list(publication.partition_by),
             storage_options=store.delta_options() or None,
@@ -122,27 +120,12 @@ def _write(
     else:
         write_deltalake(
             table,
-            data,
+            rows,
             mode="overwrite",
             schema_mode="merge",
             predicate=" AND ".join(f"{_name(k)} = {_text(v)}" for k, v in publication.where(table).items()),
             commit_properties=properties,
         )
-
-
-class _Carried:
-    """An iterator that keeps the error it died of: Rust hands only its text on."""
-
-    def __init__(self, batches: Iterator[pa.RecordBatch]) -> None:
-        self._batches = batches
-        self.error: BatchInferError | OSError | None = None
-
-    def __iter__(self) -> Iterator[pa.RecordBatch]:
-        try:
-            yield from self._batches
-        except (BatchInferError, OSError) as error:
-            self.error = error
-            raise
 
 
 def check_table_types(store: Store, key: str, fields: Iterable[pa.Field]) -> None:

@@ -6,7 +6,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -97,7 +97,8 @@ class LocalStore:
             temporary.replace(path)
             _sync(path.parent)
         except OSError as error:
-            temporary.unlink(missing_ok=True)
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
             raise StoreError(f"cannot write {path}: {error}") from error
 
 
