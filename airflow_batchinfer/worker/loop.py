@@ -208,7 +208,7 @@ class Loop:
 
     def _wants_rows(self) -> bool:
         calm = self._search is None and not self._control.leaving
-        slow_store = self._writer.backlog > 4 * self._checkpoint.rows + self._window
+        slow_store = self._writer.backlog > 2 * self._checkpoint.rows + self._window
         return calm and not slow_store and len(self._admission.ready) <= 2 * self._window
 
     def _take_block(self, block: Block) -> None:

@@ -35,11 +35,11 @@ log = logging.getLogger(__name__)
 _READ_ROWS = 512
 """Rows that are read, rendered and tokenised in one go."""
 
-_BLOCK_ROWS = 4096
+_BLOCK_ROWS = 2048
 _BLOCK_TOKENS = 1 << 20
 """A block is what is put in order: so many rows or prompt tokens, whichever comes first."""
 
-_BLOCKS_AHEAD = 2
+_BLOCKS_AHEAD = 1
 
 
 @dataclass(slots=True)
