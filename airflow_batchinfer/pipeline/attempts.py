@@ -41,10 +41,11 @@ def attempts_of(store: Store, layout: RunLayout, shard: int) -> list[Attempt]:
 
 
 def _attempt(epoch: str, progress: Progress | None, commit: Commit | None) -> Attempt:
-    held = max(progress.held_seconds if progress else 0.0, commit.held_seconds if commit else 0.0)
     if progress is None:
         assert commit is not None
-        return Attempt(epoch, "committed", "", held, 0, commit.tokens, commit.created_at)
+        return Attempt(epoch, "committed", "", commit.held_seconds, 0, commit.tokens, commit.created_at)
+    # A commit counts what its shard added to the process's time; progress only knows all of that time.
+    held = commit.held_seconds if commit else progress.held_seconds
     return Attempt(
         epoch=epoch,
         state="committed" if commit else progress.state,
