@@ -9,27 +9,33 @@ from airflow_batchinfer.pipeline.shown import ShownRow, cut
 from airflow_batchinfer.pipeline.verdict import Check
 from airflow_batchinfer.run.ledger import Ledger
 from airflow_batchinfer.run.outcome import Outcome
+from airflow_batchinfer.run.plan import Plan
 from airflow_batchinfer.spec import JobSpec
 
 _EXAMPLES = 3
 
 
 def check_limits(
-    spec: JobSpec,
+    plan: Plan,
     ledger: Ledger,
     dead: Mapping[str, Sequence[ShownRow]],
     scores: LabelScores | None,
 ) -> list[Check]:
     """One check for each limit that the job sets.
 
+    Dead letters are a fraction of all input rows, those of an incremental run that keep their result
+    included. A replay has no such limit: whatever it rescues is a gain.
+
     Args:
         dead: examples of dead rows by reason, for the messages.
         scores: answers against the truth column, if there is one.
     """
-    return [*_dead_letters(spec, ledger, dead), *_accuracy(spec, scores)]
+    letters = [] if plan.replay_of else _dead_letters(plan.spec, ledger, dead)
+    return [*letters, *_accuracy(plan.spec, scores)]
 
 
 def _dead_letters(spec: JobSpec, ledger: Ledger, dead: Mapping[str, Sequence[ShownRow]]) -> Iterator[Check]:
+    rows = ledger.rows + ledger.kept_rows
     total = sum(n for outcome, n in ledger.counts.items() if outcome != Outcome.SUCCEEDED)
     worst = max(ledger.reasons, key=lambda r: ledger.reasons[r], default=None)
     mostly = f", mostly {worst} ({ledger.reasons[worst]:,})" if worst else ""
@@ -37,7 +43,7 @@ def _dead_letters(spec: JobSpec, ledger: Ledger, dead: Mapping[str, Sequence[Sho
         "dead letters",
         "failure.max_dead_fraction",
         total,
-        ledger.rows,
+        rows,
         spec.failure.max_dead_fraction,
         mostly,
         dead.get(worst or "", ()),
@@ -47,7 +53,7 @@ def _dead_letters(spec: JobSpec, ledger: Ledger, dead: Mapping[str, Sequence[Sho
             f"dead letters: {reason}",
             f"failure.max_dead_by_reason.{reason}",
             ledger.reasons.get(reason, 0),
-            ledger.rows,
+            rows,
             limit,
             "",
             dead.get(reason, ()),

@@ -29,8 +29,11 @@ class PublishedRuns(Document):
 def remember_published(store: Store, plan: Plan) -> None:
     """Note that a run was published; noting it again changes nothing. Raises `StoreError`, `CorruptError`.
 
+    An incremental run that answered only what changed is no measure for others, and is not noted.
     Two runs of one job that publish at the same moment may lose one note; only drift reads them.
     """
+    if plan.kept is not None:
+        return
     own = PublishedRun(folder=plan.folder, run_id=plan.run_id, created_at=plan.created_at)
     others = [run for run in _read(store, plan.job).runs if run.folder != plan.folder]
     runs = sorted([*others, own], key=lambda run: run.created_at)[-_KEPT:]

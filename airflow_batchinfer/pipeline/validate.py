@@ -58,7 +58,7 @@ def validate(store: Store, folder: str) -> Verdict:
         picker.see(shard)
         runner.see(shard)
     scores = labels.scores()
-    limits = check_limits(spec, ledger, picker.dead(opened), scores)
+    limits = check_limits(plan, ledger, picker.dead(opened), scores)
     drift = check_drift(store, plan, profile)
     expectations = runner.finish()
     checks = [*limits, *drift, *expectations]

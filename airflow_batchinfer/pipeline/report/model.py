@@ -78,6 +78,9 @@ class Report(Document):
     tokens_lost: int = Field(description="Paid by attempts for rows that never became durable.")
     tokens_saved: int = Field(description="Not paid because copies took another row's answer.")
     dedup_rows: int
+    kept_rows: int = Field(0, description="Incremental runs: rows that keep an earlier result.")
+    changes: dict[str, int] = Field(default_factory=dict, description="Incremental runs: why rows ran.")
+    replay_of: str | None = Field(None, description="Replays: the run that is repaired.")
     throughput: Throughput
     stages: list[Stage]
     shards: list[ShardLine]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
+
 import jinja2
 from markupsafe import Markup
 
@@ -46,7 +48,16 @@ def render_html(report: Report) -> str:
     )
     environment.globals.update(charts=charts, words=words)
     environment.filters.update(number=words.amount, duration=words.duration, share=words.share, code=_code)
-    return environment.get_template("report.html.j2").render(r=report)
+    return environment.get_template("report.html.j2").render(r=report, shared=_shared_messages(report))
+
+
+def _shared_messages(report: Report) -> list[dict[str, str]]:
+    """Messages with which every prompt of the page begins (a system prompt, examples): shown once."""
+    prompts = [row.prompt for rows in (report.samples, *report.dead_letters.values()) for row in rows]
+    if len(prompts) < 2:
+        return []
+    shared = list(takewhile(lambda same: all(m == same[0] for m in same), zip(*prompts, strict=False)))
+    return [messages[0] for messages in shared]
 
 
 def _code(text: str) -> Markup:

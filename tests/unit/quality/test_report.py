@@ -202,3 +202,11 @@ def test_stopped_line_is_the_headline_until_the_run_is_complete(root: Path) -> N
     )
     with pytest.raises(GateError, match=r"stopped by worker of shard 0001.*airflow_batchinfer resume"):
         check_run(run.store, run.folder)
+
+
+def test_what_all_prompts_begin_with_is_shown_once(root: Path) -> None:
+    run = make_run(root, tickets(30), some_dead)
+    write_report(run.store, run.folder)
+    html = run.store.read_bytes(run.layout.report("html")).decode()
+    assert html.count("You sort tickets.") == 1
+    assert html.count("Ticket: ticket ") == 30

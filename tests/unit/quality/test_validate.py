@@ -10,6 +10,7 @@ from airflow_batchinfer.errors import GateError, IncompleteRunError, SpecError
 from airflow_batchinfer.pipeline.expectations import check_expectations
 from airflow_batchinfer.pipeline.validate import validate
 from airflow_batchinfer.pipeline.verdict import Check, Verdict
+from airflow_batchinfer.run.plan import ReplayOf
 from tests.unit.quality.runs import LABELS, make_run, make_spec, tickets
 
 pytestmark = pytest.mark.airflow_env
@@ -290,3 +291,26 @@ def test_labels_are_scored(root: Path) -> None:
     billing, bug, _ = scores.scores
     assert (billing.precision, billing.recall) == (1.0, 0.5)
     assert (bug.precision, bug.recall) == (8 / 12, 1.0)
+
+
+def two_dead(row: dict[str, Any]) -> dict[str, Any]:
+    return {"reason": "empty_output"} if row["id"] in ("T1", "T2") else {"output": row["label"]}
+
+
+def test_rows_that_keep_their_result_count_for_the_limit(root: Path) -> None:
+    spec = make_spec(root, failure={"max_dead_fraction": 0.05})
+    run = make_run(root, tickets(10), two_dead, spec=spec)
+    ledger = run.reconcile()
+    with pytest.raises(GateError):
+        validate(run.store, run.folder)
+    ledger.model_copy(update={"kept_rows": 90}).write(run.store, run.layout.ledger)
+    assert "2 of 100" in check(validate(run.store, run.folder), "failure.max_dead_fraction").observed
+
+
+def test_a_replay_is_not_held_for_what_stays_dead(root: Path) -> None:
+    spec = make_spec(root, failure={"max_dead_fraction": 0.05})
+    run = make_run(root, tickets(10), two_dead, spec=spec)
+    home = ReplayOf(run_id="r", folder="f", generation=1, created_at="", fingerprint="x", reasons=[])
+    run.plan.model_copy(update={"replay_of": home}).write(run.store, run.layout.plan)
+    run.reconcile()
+    assert validate(run.store, run.folder).publish
