@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -27,6 +28,7 @@ class NotAnExpectation(ValueError):
 @cache
 def _context() -> EphemeralDataContext:
     os.environ["GX_ANALYTICS_ENABLED"] = "false"  # read on import; nothing here may call home
+    logging.getLogger("great_expectations").setLevel(logging.WARNING)  # it tells 200 lines on import
     import great_expectations
     from great_expectations.data_context.types.base import ProgressBarsConfig
 

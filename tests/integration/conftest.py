@@ -60,7 +60,7 @@ def airflow(
         "AWS_EC2_METADATA_DISABLED": "true",
     }
     with AirflowStack(home, dags, env=env, triggerer=True) as stack:
-        for dag_id in ("any_job", "retried_job", "somebodys_own"):
+        for dag_id in ("any_job", "retried_job", "piloted_job", "somebodys_own", "batch_inference"):
             stack.api.wait_for_dag(dag_id)
         yield stack.api
 

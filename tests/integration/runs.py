@@ -119,6 +119,16 @@ def worker_of(folder: str, shard: int) -> int | None:
     return None
 
 
+def wait_for_parts(run: StoredRun, shard: int, count: int = 2, timeout: float = 120.0) -> int:
+    """Pid of the shard's worker, once it runs and the shard has `count` parts."""
+
+    def worker() -> int | None:
+        parts = list((run.folder / "shards" / f"{shard:05d}").glob("*/part-*.parquet"))
+        return worker_of(run.layout.folder, shard) if len(parts) >= count else None
+
+    return wait_until(worker, f"a running worker of shard {shard} with {count} parts", timeout)
+
+
 def parent_of(pid: int) -> int:
     """Pid of the process that started `pid`: for a worker, Airflow's task."""
     return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])

@@ -135,6 +135,16 @@ def test_the_form_has_sections_and_is_checked_by_the_server(airflow):
         airflow.trigger("batch_inference", {"temperature": 5})
 
 
+def test_airflow_knows_the_provider_and_the_nightly_dag(airflow):
+    providers = airflow.call("GET", "/providers?limit=200")["providers"]
+    assert "airflow-provider-batchinfer" in {provider["package_name"] for provider in providers}
+    airflow.wait_for_dag("nightly_tickets")
+    nightly = airflow.call("GET", "/dags/nightly_tickets/details")
+    assert nightly["is_paused"], "it costs money: a person switches it on"
+    assert nightly["timetable_summary"] == "0 2 * * *"
+    assert not airflow.call("GET", "/importErrors")["import_errors"]
+
+
 def test_a_run_by_the_form(airflow, airflow_store, tmp_path):
     source = write_input(tmp_path / "rows.jsonl", [f"ticket {i}" for i in range(6)])
     conf = {
@@ -147,6 +157,7 @@ def test_a_run_by_the_form(airflow, airflow_store, tmp_path):
         "template": "Kind of {{ text }}?",
         "task": "choice",
         "labels": ["good", "bad"],
+        "output_column": "output",
         "advanced": "model: {backend: 'tests.engines:InstantEngine'}",
     }
     run_id = airflow.trigger("batch_inference", conf)

@@ -13,6 +13,7 @@ from tests.integration.runs import (
     job_fields,
     paid,
     parent_of,
+    wait_for_parts,
     wait_until,
     worker_of,
     write_input,
@@ -47,23 +48,6 @@ def slow_job(airflow_store, tmp_path):
     return make
 
 
-def wait_for_parts(run, shard, count=2):
-    def worker():
-        parts = list((run.folder / "shards" / f"{shard:05d}").glob("*/part-*.parquet"))
-        return len(parts) >= count and worker_of(run.layout.folder, shard)
-
-    return wait_until(worker, f"a running worker of shard {shard} with {count} parts")
-
-
-def kill_half_way(airflow, store, fields, shard=1):
-    """Start a run, SIGKILL a shard's worker once it has parts, and wait until the run is over."""
-    run_id = airflow.trigger("any_job", {"spec": fields})
-    run = StoredRun(store, fields["name"], run_id)
-    os.kill(wait_for_parts(run, shard), signal.SIGKILL)
-    assert airflow.wait("any_job", run_id) == "failed"
-    return run_id, run
-
-
 def assert_each_row_once(run, rows=28):
     for shard in run.plan.shards:
         assert set(run.rows_in_parts(shard.shard).values()) == {1}
@@ -72,7 +56,10 @@ def assert_each_row_once(run, rows=28):
 
 def test_clearing_what_failed_resumes_from_the_parts(airflow, airflow_store, slow_job):
     fields, log = slow_job("killed")
-    run_id, run = kill_half_way(airflow, airflow_store, fields)
+    run_id = airflow.trigger("any_job", {"spec": fields})
+    run = StoredRun(airflow_store, "killed", run_id)
+    os.kill(wait_for_parts(run, 1), signal.SIGKILL)
+    assert airflow.wait("any_job", run_id) == "failed"
     states = airflow.states("any_job", run_id)
     assert states == {
         "split": "success",
@@ -107,9 +94,16 @@ def test_clearing_what_failed_resumes_from_the_parts(airflow, airflow_store, slo
 
 
 def test_a_task_state_is_no_proof(airflow, airflow_store, slow_job):
-    """Marked as success by hand, a shard without a commit still keeps the run red."""
+    """Marked as success by hand, a shard without a commit still keeps the run red (facts A1, A2)."""
     fields, _ = slow_job("forged")
-    run_id, run = kill_half_way(airflow, airflow_store, fields)
+    run_id = airflow.trigger("any_job", {"spec": fields})
+    run = StoredRun(airflow_store, "forged", run_id)
+    os.kill(parent_of(wait_for_parts(run, 1)), signal.SIGKILL)
+    assert airflow.wait("any_job", run_id) == "failed"
+    wait_until(
+        lambda: worker_of(run.layout.folder, 1) is None,
+        "the worker leaves when Airflow's task is gone (fact A11)",
+    )
     airflow.set_state("any_job", run_id, "infer", "success", map_index=1)
     cleared = airflow.clear("any_job", run_id)
     assert "infer[1]" not in cleared

@@ -1,0 +1,51 @@
+import importlib
+import json
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+pytestmark = pytest.mark.airflow_env
+
+
+@pytest.fixture(scope="module")
+def info():
+    entries = entry_points(group="apache_airflow_provider")
+    (entry,) = (e for e in entries if e.dist.name == "airflow-provider-batchinfer")
+    return entry.load()()
+
+
+def test_fits_airflows_schema(info):
+    import airflow
+
+    schema = json.loads((Path(airflow.__file__).parent / "provider_info.schema.json").read_text())
+    jsonschema.validate(info, schema)
+    assert info["package-name"] == "airflow-provider-batchinfer"
+
+
+def test_every_module_it_names_is_there(info):
+    for integration in info["operators"]:
+        for module in integration["python-modules"]:
+            importlib.import_module(module)
+
+
+def test_its_settings_are_read_by_the_operators(info, monkeypatch):
+    from airflow_batchinfer.operators.job import CONFIG_SECTION, configured_store
+
+    assert set(info["config"][CONFIG_SECTION]["options"]) == {"worker_python", "store"}
+    monkeypatch.setenv("AIRFLOW__BATCHINFER__STORE", "s3://bucket/prefix")
+    assert configured_store() == "s3://bucket/prefix"
+    monkeypatch.delenv("AIRFLOW__BATCHINFER__STORE")
+    assert configured_store() is None
+
+
+def test_airflows_own_limit_on_mapped_tasks_is_kept(monkeypatch):
+    """A longer list fails split (fact A6)."""
+    from airflow_batchinfer.operators.bundle import max_mapped_tasks
+
+    assert max_mapped_tasks() == 1024
+    monkeypatch.setenv("AIRFLOW__CORE__MAX_MAP_LENGTH", "100")
+    assert max_mapped_tasks() == 100
+    monkeypatch.setenv("AIRFLOW__CORE__MAX_MAP_LENGTH", "5000")
+    assert max_mapped_tasks() == 1024
