@@ -44,6 +44,11 @@ class SplitOperator(BatchInferOperator):
         if self.refuse_unknown_conf:
             check_conf(context["dag_run"].conf or {}, context["dag"].params)
         job = load_job(self.spec, context["params"])
+        if job.pilot is not None and not self.pilot_first:
+            raise SpecError(
+                "pilot: the job asks for one, and this DAG has no task to judge it; build it with "
+                "`batch_inference(..., pilot=True)`, or take `pilot` out of the spec"
+            )
         self.use_store_connection()
         store = open_store(job.store, job.storage_options)
         plan = split(store, job, context["run_id"])
