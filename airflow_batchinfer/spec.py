@@ -425,6 +425,10 @@ class PilotSpec(_Strict):
     """A sample that runs before the fleet, as shard 0: its results count and are not paid again."""
 
     rows: int = Field(200, ge=1, description="Rows of the pilot, spread evenly over all lengths.")
+    stratify: list[str] = Field(
+        default_factory=list,
+        description="Input columns with few values: each combination gets its share of the pilot.",
+    )
     seed: int = Field(0, ge=0, description="Seed of the draw.")
 
 

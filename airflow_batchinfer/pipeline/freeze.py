@@ -42,7 +42,7 @@ from airflow_batchinfer.run.shard import (
     copies_schema,
     rows_schema,
 )
-from airflow_batchinfer.spec import JobSpec
+from airflow_batchinfer.spec import JobSpec, PilotSpec
 from airflow_batchinfer.store import Store
 
 if TYPE_CHECKING:
@@ -140,6 +140,11 @@ class _Freezer:
         self._rows_schema = rows_schema(inputs, carry, tracked=self._tracked)
         self._copies_schema = copies_schema(carry, tracked=self._tracked)
 
+    @property
+    def _pilot(self) -> PilotSpec | None:
+        """The pilot to draw; a replay has none."""
+        return None if self._reader.row_ids is not None else self._spec.pilot
+
     def run(self) -> Frozen:
         """See `freeze`."""
         columns, increment = self._columns, self._increment
@@ -151,11 +156,11 @@ class _Freezer:
                 columns.id,
                 predict(self._spec),
                 keep_ids=increment is not None,
+                strata=self._pilot.stratify if self._pilot else (),
             )
             if increment is not None:
                 increment.decide(connection, self._scratch)
-            pilot = None if self._reader.row_ids is not None else self._spec.pilot
-            placement = place_rows(connection, self._spec.sharding, self._scratch, pilot)
+            placement = place_rows(connection, self._spec.sharding, self._scratch, self._pilot)
         sent, copies, kept = self._regroup(placement, rows)
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
             files = list(pool.map(lambda s: self._write_shard(s.shard, sent, copies), placement.shards))
@@ -200,6 +205,7 @@ class _Freezer:
         check_columns([columns.id] if columns.id else [], have, "input.id_column")
         check_columns(spec.input.carry, have, "input.carry")
         check_columns([spec.input.truth] if spec.input.truth else [], have, "input.truth")
+        check_columns(spec.pilot.stratify if spec.pilot else [], have, "pilot.stratify")
         if spec.overlong.column and spec.overlong.column not in columns.prompt:
             raise InputError(
                 f"overlong.column: `{spec.overlong.column}` is no column that the prompt reads; those are: "

@@ -34,18 +34,20 @@ def build_keys(
     prediction: Prediction,
     *,
     keep_ids: bool = False,
+    strata: Sequence[str] = (),
 ) -> int:
     """Read the input once and fill the table `keys`; returns the number of rows.
 
     Columns: `row_id`; `digest_high`, `digest_low` (SHA-256 of the prompt columns' values, cut to 128
     bits: made from content that others may choose, so a weaker hash would let them merge rows);
     `tokens`, predicted; `overlong`; `prefix_0` to `prefix_2`, hashes of ever longer starts of the
-    prompt; `id_hash`; `change`, null here; with `keep_ids` also `id_text`.
+    prompt; `id_hash`; `change`, null here; with `keep_ids` also `id_text`; with
+    `strata`, input columns, also `stratum`, a hash of their values.
 
     Raises:
         InputError: no rows, or an id that is null or stands twice, with examples.
     """
-    columns = list(dict.fromkeys([*prompt_columns, *([id_column] if id_column else [])]))
+    columns = list(dict.fromkeys([*prompt_columns, *([id_column] if id_column else []), *strata]))
     counted = _Numbered(reader, columns)
     names = [f"c{i}" for i in range(len(columns))]
     texts = [_text(name, field.type) for name, field in zip(names, counted.fields, strict=True)]
@@ -60,6 +62,7 @@ def build_keys(
         else f"{prompt_tokens} + {prediction.longest_output} > {prediction.limit}"
     )
     levels = _prefixes(prompt)
+    stratum = f", hash({', '.join(texts[columns.index(c)] for c in strata)}) AS stratum" if strata else ""
     kept_id = f", {id_text} AS id_text" if keep_ids and id_text else ""
     query = f"""
         CREATE TABLE keys AS
@@ -72,7 +75,7 @@ def build_keys(
                 ({prompt_tokens} + {prediction.output})::INTEGER AS tokens, {over} AS overlong,
                 {", ".join(f"{level} AS prefix_{i}" for i, level in enumerate(levels))},
                 {f"hash({id_text})" if id_text else "0::UBIGINT"} AS id_hash,
-                {f"{id_text} IS NULL" if id_text else "false"} AS id_null{kept_id},
+                {f"{id_text} IS NULL" if id_text else "false"} AS id_null{kept_id}{stratum},
                 NULL::VARCHAR AS change
             FROM input_stream
         )

@@ -13,7 +13,8 @@ def set_aside(connection: duckdb.DuckDBPyConnection, pilot: PilotSpec) -> str | 
     """Move the pilot's rows from `sent` to the table `pilot`; says why not, if not.
 
     Systematic sampling: of all rows ordered by length (rows of a length in random order), every n-th
-    from a random start. Each stretch of lengths is thus represented by its share, over-long rows too.
+    from a random start. Each stretch of lengths is thus represented by its share, over-long rows too;
+    with `stratify`, so is each combination of those columns' values, and the lengths within it.
     """
     (rows,) = connection.execute("SELECT count(*) FROM sent").fetchone() or (0,)
     if rows <= pilot.rows:
@@ -21,12 +22,13 @@ def set_aside(connection: duckdb.DuckDBPyConnection, pilot: PilotSpec) -> str | 
             f"no pilot: the input has {rows} rows to send, and `pilot.rows` is {pilot.rows}, "
             "so the pilot would be the whole run"
         )
+    order = f"{'stratum, ' if pilot.stratify else ''}tokens, hash(row_id, {pilot.seed}::BIGINT)"
     start = random.Random(pilot.seed).random()
     connection.execute(
         f"""
         CREATE TABLE pilot AS
         SELECT * EXCLUDE (number) FROM (
-            SELECT *, row_number() OVER (ORDER BY tokens, hash(row_id, {pilot.seed}::BIGINT)) AS number
+            SELECT *, row_number() OVER (ORDER BY {order}) AS number
             FROM sent
         )
         WHERE floor(number * {pilot.rows} / {rows} + {start!r})

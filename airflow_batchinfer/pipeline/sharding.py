@@ -55,7 +55,7 @@ def place_rows(
     is reached; all others are dealt out like cards, longest first, so that every shard gets the same
     mix. Rows predicted to be over-long get shards of their own, at the end. A pilot comes first.
     """
-    _find_copies(connection, sharding.dedup)
+    _find_copies(connection, sharding.dedup, stratified=bool(pilot and pilot.stratify))
     warnings = []
     if pilot is not None and (why_not := _set_aside(connection, sharding, pilot)):
         warnings.append(why_not)
@@ -104,17 +104,18 @@ _DIGEST = SQL_DIGEST.replace("digest_", "k.digest_")
 _SAME = "k.digest_high = p.digest_high AND k.digest_low = p.digest_low"
 
 
-def _find_copies(connection: duckdb.DuckDBPyConnection, dedup: bool) -> None:
+def _find_copies(connection: duckdb.DuckDBPyConnection, dedup: bool, *, stratified: bool) -> None:
     """Table `sent`: one row for each set of rows with the same prompt, the one with the lowest id."""
     if not dedup:
         connection.execute("CREATE VIEW sent AS SELECT *, 0::INTEGER AS copies FROM keys")
         return
     connection.execute(
-        """
+        f"""
         CREATE TABLE sent AS
         SELECT digest_high, digest_low, min(row_id) AS row_id, (count(*) - 1)::INTEGER AS copies,
             any_value(tokens) AS tokens, any_value(overlong) AS overlong, any_value(prefix_0) AS prefix_0,
             any_value(prefix_1) AS prefix_1, any_value(prefix_2) AS prefix_2
+            {", any_value(stratum) AS stratum" if stratified else ""}
         FROM keys GROUP BY digest_high, digest_low
         """
     )

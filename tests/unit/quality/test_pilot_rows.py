@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from airflow_batchinfer.errors import PlanChangedError, SpecError
+from airflow_batchinfer.errors import InputError, PlanChangedError, SpecError
 from airflow_batchinfer.pipeline.split import split
 from airflow_batchinfer.run.plan import Plan
 from airflow_batchinfer.spec import JobSpec
@@ -91,3 +91,20 @@ def test_split_refuses_wrong_expectations(job: dict[str, Any]) -> None:
     with pytest.raises(SpecError, match=r"validation\.expectations\.0\.type"):
         plan_of({**job, "validation": {"expectations": [{"type": "expect_wonders", "kwargs": {}}]}})
     assert not Path(job["store"]).exists()
+
+
+@pytest.mark.parametrize("dedup", [True, False])
+def test_strata_get_their_share(job: dict[str, Any], tmp_path: Path, dedup: bool) -> None:
+    # One language in ten rows, and only among the shortest: lengths alone would miss it now and then.
+    languages = ["de" if i % 10 == 0 else "en" for i in range(1000)]
+    texts = [f"kurz {i}" if language == "de" else f"long {i} " * 20 for i, language in enumerate(languages)]
+    pq.write_table(pa.table({"text": texts, "language": languages}), tmp_path / "in.parquet")
+    plan = plan_of({**job, "pilot": {"rows": 50, "stratify": ["language"]}, "sharding": {"dedup": dedup}})
+    rows = pq.read_table(Path(job["store"]) / plan.shards[0].rows_key)["row_id"].to_pylist()
+    assert sum(languages[row] == "de" for row in rows) == 5
+    assert plan.rows == 1000
+
+
+def test_unknown_stratum_is_refused(job: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=r"pilot\.stratify.*nowhere"):
+        plan_of({**job, "pilot": {"rows": 50, "stratify": ["nowhere"]}})
