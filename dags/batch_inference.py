@@ -18,6 +18,7 @@ dag = batch_inference(
     schedule=None,
     params=form_params(HERE / "tickets.yaml"),
     max_parallel_shards=2,
+    pilot=True,  # for jobs that ask for one under "Other fields"; others skip it
     doc_md=__doc__,
     tags=["batchinfer"],
 )
