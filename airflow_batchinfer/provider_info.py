@@ -16,6 +16,7 @@ _OPERATORS = (
     "merge",
     "report",
     "gate",
+    "stop",
 )
 
 

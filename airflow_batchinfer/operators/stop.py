@@ -1,0 +1,70 @@
+"""`StopRunOperator` and `ResumeRunOperator`: the brake of a run, for DAGs that watch over others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from airflow_batchinfer.errors import InputError
+from airflow_batchinfer.operators.base import BatchInferOperator
+from airflow_batchinfer.run.layout import RunLayout
+from airflow_batchinfer.run.stop import clear_stop, set_stop
+from airflow_batchinfer.store import Store, open_store
+
+if TYPE_CHECKING:
+    from airflow.sdk import Context
+
+
+class _BrakeOperator(BatchInferOperator):
+    """A run in a store, named by its folder."""
+
+    def __init__(
+        self, *, store: str, folder: str, storage_options: Mapping[str, str] | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(**kwargs)
+        self.store = store
+        self.folder = folder
+        self.storage_options = dict(storage_options or {})
+
+    def open_store(self) -> Store:
+        """The store. Raises `InputError` if the folder holds no run."""
+        self.use_store_connection()
+        store = open_store(self.store, self.storage_options)
+        if not store.exists(RunLayout(self.folder).plan):
+            raise InputError(f"{store.uri_of(self.folder)} is no run: it has no plan.json")
+        return store
+
+
+class StopRunOperator(_BrakeOperator):
+    """Set a run's stop marker: its workers checkpoint and exit, and new ones exit at once.
+
+    Args:
+        store: the store's URI.
+        folder: the run's folder in it, `<job>/runs/<run>`.
+        reason: shown to whoever finds the run stopped.
+        storage_options: see the job spec's.
+    """
+
+    def __init__(self, *, reason: str, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.reason = reason
+
+    def execute(self, context: Context) -> None:
+        """Set the marker; one that stands stays. Raises `InputError`, `StoreError`."""
+        by = f"task {context['ti'].task_id} of DAG {context['ti'].dag_id}"
+        stop = set_stop(self.open_store(), self.folder, self.reason, by)
+        self.log.info(stop.advice(self.folder))
+
+
+class ResumeRunOperator(_BrakeOperator):
+    """Remove a run's stop marker. Its failed tasks are still to be cleared.
+
+    Args:
+        store: the store's URI.
+        folder: the run's folder in it, `<job>/runs/<run>`.
+        storage_options: see the job spec's.
+    """
+
+    def execute(self, context: Context) -> bool:
+        """Whether there was a marker. Raises `InputError`, `StoreError`."""
+        return clear_stop(self.open_store(), self.folder)

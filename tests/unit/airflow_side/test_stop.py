@@ -1,0 +1,32 @@
+from types import SimpleNamespace
+
+import pytest
+
+from airflow_batchinfer.errors import InputError
+from airflow_batchinfer.run.layout import RunLayout
+from airflow_batchinfer.run.stop import read_stop
+from airflow_batchinfer.store import LocalStore
+
+pytestmark = pytest.mark.airflow_env
+
+FOLDER = "job/runs/r"
+CONTEXT = {"ti": SimpleNamespace(task_id="brake", dag_id="watch")}
+
+
+def test_brake_is_pulled_and_released(tmp_path):
+    from airflow_batchinfer.operators.stop import ResumeRunOperator, StopRunOperator
+
+    where = {"store": str(tmp_path), "folder": FOLDER}
+    store = LocalStore(tmp_path)
+    pull = StopRunOperator(task_id="stop", reason="the price doubled", **where)
+    with pytest.raises(InputError, match="is no run"):
+        pull.execute(CONTEXT)
+    store.write_bytes(RunLayout(FOLDER).plan, b"{}")
+    pull.execute(CONTEXT)
+    stop = read_stop(store, FOLDER)
+    assert (stop.by, stop.reason) == ("task brake of DAG watch", "the price doubled")
+    release = ResumeRunOperator(task_id="resume", **where)
+    assert tuple(release.template_fields) == ()
+    assert release.execute(CONTEXT) is True
+    assert release.execute(CONTEXT) is False
+    assert read_stop(store, FOLDER) is None
