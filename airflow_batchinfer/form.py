@@ -63,7 +63,7 @@ _ENTRIES = (
     ),
     _Entry("format", "input.format", "Data", "Format"),
     _Entry("id_column", "input.id_column", "Data", "Id column"),
-    _Entry("carry", "input.carry", "Data", "Columns to carry along"),
+    _Entry("carry", "input.carry", "Data", "Columns to carry along", schema={"type": ["array", "null"]}),
     _Entry("truth", "input.truth", "Data", "Column with the true label"),
     _Entry("template", "prompt.template", "Prompt", "Template", schema={"format": "multiline"}),
     _Entry("system", "prompt.system", "Prompt", "System message", schema={"format": "multiline"}),
