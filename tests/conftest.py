@@ -1,0 +1,16 @@
+"""Which test files each of the two environments collects."""
+
+from __future__ import annotations
+
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+_AIRFLOW_FILE = re.compile(r"^pytestmark = .*pytest\.mark\.airflow_env", re.MULTILINE)
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Leave out files of Airflow's side where it is not installed: they could not even be imported."""
+    if collection_path.suffix != ".py" or find_spec("airflow") is not None:
+        return None
+    return True if _AIRFLOW_FILE.search(collection_path.read_text(encoding="utf-8")) else None
