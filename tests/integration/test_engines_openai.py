@@ -1,0 +1,273 @@
+"""The HTTP engine against a live `vllm serve`, and against a server that is busy on purpose."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import httpx
+import pytest
+
+from airflow_batchinfer.errors import EngineError, SpecError
+from airflow_batchinfer.run.outcome import Reason
+from airflow_batchinfer.spec import JobSpec
+from airflow_batchinfer.worker.engines import load_engine
+from airflow_batchinfer.worker.engines.base import EngineDied, RequestFailure
+from airflow_batchinfer.worker.engines.openai import OpenAIEngine
+from tests.integration.engine_jobs import MODELS, PATIENCE_SECONDS, collect, completed, job, requests
+
+pytestmark = pytest.mark.worker_env
+
+TEXTS = [f"What is {i} plus 2?" for i in range(40)]
+START_SECONDS = 400.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@pytest.fixture(scope="module")
+def vllm_serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Base URL of a live vLLM server with SmolLM2 under the name `smol`."""
+    port = free_port()
+    log = tmp_path_factory.mktemp("server") / "log"
+    options = ["--model", str(MODELS / "smollm2"), "--served-model-name", "smol", "--enforce-eager"]
+    options += ["--max-model-len", "512", "--max-num-seqs", "16", "--host", "127.0.0.1"]
+    with log.open("wb") as out, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+        server = subprocess.Popen(
+            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *options, "--port", str(port)],
+            stdout=out,
+            stderr=out,
+        )
+    try:
+        deadline = time.monotonic() + START_SECONDS
+        while True:
+            assert server.poll() is None, log.read_text()[-4000:]
+            assert time.monotonic() < deadline, log.read_text()[-4000:]
+            try:
+                httpx.get(f"http://127.0.0.1:{port}/health").raise_for_status()
+                break
+            except httpx.HTTPError:
+                time.sleep(0.5)
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        server.terminate()
+        server.wait(60)
+
+
+def served(base_url: str, name: str = "smol", **fields: Any) -> JobSpec:
+    extra = fields.pop("model", {})
+    return job({"name": name, "backend": "openai", "base_url": base_url, **extra}, **fields)
+
+
+@contextmanager
+def started(spec: JobSpec) -> Iterator[OpenAIEngine]:
+    engine = load_engine(spec)
+    assert isinstance(engine, OpenAIEngine)
+    engine.start()
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+class TestLiveServer:
+    def test_chat(self, vllm_serve: str) -> None:
+        spec = served(vllm_serve)
+        engine = load_engine(spec)
+        info = engine.start()
+        assert info.max_model_len == 512
+        engine.submit(requests(spec, TEXTS, takes_tokens=False))
+        results = completed(collect(engine, len(TEXTS)))
+        assert "3" in (results["1"].text or "")
+        assert all(r.prompt_tokens > 0 and 0 < r.output_tokens <= 24 for r in results.values())
+        assert engine.tokens_made() >= sum(r.output_tokens for r in results.values())
+        engine.close()
+
+    def test_plain_text(self, vllm_serve: str) -> None:
+        spec = served(vllm_serve, prompt={"template": "{{ text }}", "chat": False})
+        with started(spec) as engine:
+            engine.submit(requests(spec, ["The capital of France is"], takes_tokens=False))
+            assert "Paris" in (completed(collect(engine, 1))["0"].text or "")
+
+    def test_json_choice_and_regex(self, vllm_serve: str) -> None:
+        schema = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 9, "minimum": 0}}}
+        schema |= {"required": ["n"], "additionalProperties": False}
+        tasks: list[dict[str, Any]] = [
+            {"type": "json", "schema": schema},
+            {"type": "choice", "labels": ["odd", "even"]},
+            {"type": "regex", "pattern": "[0-9]{2}"},
+        ]
+        for task in tasks:
+            spec = served(vllm_serve, task=task)
+            with started(spec) as engine:
+                engine.submit(requests(spec, TEXTS[:8], takes_tokens=False))
+                for result in completed(collect(engine, 8)).values():
+                    text = result.text or ""
+                    if task["type"] == "json":
+                        assert 0 <= json.loads(text)["n"] <= 9
+                    elif task["type"] == "choice":
+                        assert text in ("odd", "even")
+                    else:
+                        assert re.fullmatch("[0-9]{2}", text)
+
+    def test_an_over_long_row_costs_only_itself(self, vllm_serve: str) -> None:
+        spec = served(vllm_serve)
+        with started(spec) as engine:
+            engine.submit(requests(spec, ["word " * 600, "Hello"], takes_tokens=False))
+            answers = collect(engine, 2)
+            failure = answers["0"]
+            assert isinstance(failure, RequestFailure)
+            assert failure.reason is Reason.OVER_LONG
+            assert not failure.transient
+            completed({"1": answers["1"]})
+
+    def test_an_aborted_row_never_comes_back(self, vllm_serve: str) -> None:
+        spec = served(vllm_serve, sampling={"max_tokens": 400})
+        with started(spec) as engine:
+            engine.submit(requests(spec, ["Count to one thousand.", "Say hi."], takes_tokens=False))
+            engine.abort(["0"])
+            assert set(collect(engine, 1)) == {"1"}
+            assert engine.poll(1.0) == []
+
+    def test_a_job_the_server_cannot_do_is_a_spec_error(self, vllm_serve: str) -> None:
+        bad = {"type": "json", "schema": {"type": "object", "properties": {"a": {"type": "odd"}}}}
+        for spec, message in [
+            (served(vllm_serve, "smoll"), r"model\.name: .* did you mean `smol`"),
+            (served(vllm_serve, task=bad), r"task\.schema: the server refuses it"),
+            (served(vllm_serve, model={"api_key_env": "NO_SUCH_KEY"}), "has no `NO_SUCH_KEY`"),
+        ]:
+            engine = load_engine(spec)
+            with pytest.raises(SpecError, match=message):
+                engine.start()
+
+
+class BusyServer(ThreadingHTTPServer):
+    """Answers chats after `refusals` have been used up; counts requests and how many were open at once."""
+
+    daemon_threads = True
+
+    def __init__(self, refusals: list[tuple[int, dict[str, str]]]) -> None:
+        super().__init__(("127.0.0.1", 0), _Busy)
+        self.refusals = refusals
+        self.lock = threading.Lock()
+        self.arrivals: list[float] = []
+        self.open = 0
+        self.most_open = 0
+
+    @property
+    def base_url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}/v1"
+
+
+class _Busy(BaseHTTPRequestHandler):
+    server: BusyServer
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self._answer(404, {})
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        with self.server.lock:
+            self.server.arrivals.append(time.monotonic())
+            self.server.open += 1
+            self.server.most_open = max(self.server.most_open, self.server.open)
+            refusal = self.server.refusals.pop(0) if self.server.refusals else None
+        time.sleep(0.01)
+        with self.server.lock:
+            self.server.open -= 1
+        if refusal is not None:
+            self._answer(refusal[0], {"error": {"message": "refused"}}, refusal[1])
+        else:
+            choice = {"message": {"content": "yes"}, "finish_reason": "stop"}
+            self._answer(200, {"choices": [choice], "usage": {"prompt_tokens": 3, "completion_tokens": 1}})
+
+    def _answer(self, status: int, body: dict[str, Any], headers: dict[str, str] | None = None) -> None:
+        payload = json.dumps(body).encode()
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(payload)), **(headers or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(payload)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextmanager
+def busy(*refusals: tuple[int, dict[str, str]]) -> Iterator[BusyServer]:
+    server = BusyServer(list(refusals))
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def test_a_busy_server_costs_no_row_an_attempt_and_is_left_alone_as_long_as_it_asks() -> None:
+    with busy((429, {"Retry-After": "1"})) as server:
+        spec = served(server.base_url, model={"max_concurrency": 1})
+        with started(spec) as engine:
+            engine.submit(requests(spec, TEXTS[:5], takes_tokens=False))
+            completed(collect(engine, 5))
+        assert len(server.arrivals) == 6
+        assert server.arrivals[1] - server.arrivals[0] >= 1.0
+
+
+def test_no_more_requests_are_open_than_allowed() -> None:
+    with busy() as server:
+        spec = served(server.base_url, model={"max_concurrency": 3})
+        with started(spec) as engine:
+            engine.submit(requests(spec, TEXTS, takes_tokens=False))
+            completed(collect(engine, len(TEXTS)))
+        assert 1 < server.most_open <= 3
+
+
+def test_a_server_error_is_the_rows_transient_failure() -> None:
+    with busy((500, {})) as server:
+        spec = served(server.base_url, model={"max_concurrency": 1})
+        with started(spec) as engine:
+            engine.submit(requests(spec, TEXTS[:2], takes_tokens=False))
+            answers = collect(engine, 2)
+        failures = [a for a in answers.values() if isinstance(a, RequestFailure)]
+        assert [(f.reason, f.transient) for f in failures] == [(Reason.ENGINE_ERROR, True)]
+
+
+def test_a_refused_key_ends_the_engine() -> None:
+    with busy((401, {})) as server:
+        spec = served(server.base_url)
+        with started(spec) as engine:
+            engine.submit(requests(spec, TEXTS[:1], takes_tokens=False))
+            with pytest.raises(EngineDied, match="401"):
+                engine.poll(PATIENCE_SECONDS)
+
+
+def test_a_server_that_is_not_there_is_an_engine_error() -> None:
+    engine = load_engine(served(f"http://127.0.0.1:{free_port()}/v1"))
+    with pytest.raises(EngineError, match="does not answer"):
+        engine.start()
+
+
+def test_kill_wakes_a_waiting_poll() -> None:
+    with busy() as server, started(served(server.base_url)) as engine:
+        threading.Timer(0.2, engine.kill).start()
+        with pytest.raises(EngineDied):
+            engine.poll(PATIENCE_SECONDS)
