@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from airflow_batchinfer.errors import ExitCode
@@ -10,7 +12,9 @@ from tests.unit.worker.conftest import Run, assert_sums, texts
 
 def test_one_worker_commits_each_of_its_shards(run: Run) -> None:
     run.plan(texts(30), texts(20, first=30), texts(10, first=50), options={"max_in_flight": 8})
+    began = time.monotonic()
     assert run.work("0,2,1")[0] == 0
+    process_seconds = time.monotonic() - began
     for shard, rows in enumerate((30, 20, 10)):
         commit = run.commit(shard)
         assert_sums(commit)
@@ -18,7 +22,7 @@ def test_one_worker_commits_each_of_its_shards(run: Run) -> None:
         assert run.outcomes(shard) == {"succeeded": rows}
     assert set(run.paid().values()) == {1}
     held = [run.commit(shard).held_seconds for shard in range(3)]
-    assert max(held) < sum(held)
+    assert 0 < sum(held) <= process_seconds  # shared out among the shards, not told three times
 
 
 def test_the_next_shard_enters_while_the_last_one_drains(run: Run) -> None:
