@@ -122,7 +122,10 @@ class _Worker:
         except BatchInferError as raised:
             error = raised
         finally:
-            self._engine.bury() if error is not None else self._engine.close()
+            if error is None:
+                self._engine.close()
+            else:
+                self._engine.bury()
             self._writer.close()
             self._watchdog.close()
         # A store that fails is the better explanation of whatever else went wrong.

@@ -1,0 +1,317 @@
+"""The worker's pieces alone: order, search, judge, processes, announcements."""
+
+from __future__ import annotations
+
+import math
+import random
+import threading
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from airflow_batchinfer.errors import SpecError, StoreError
+from airflow_batchinfer.prompts.builder import Prepared, Prompt
+from airflow_batchinfer.run.layout import RunLayout
+from airflow_batchinfer.run.outcome import Reason
+from airflow_batchinfer.run.plan import PlannedShard
+from airflow_batchinfer.store import LocalStore
+from airflow_batchinfer.worker import retrying
+from airflow_batchinfer.worker.admission import Admission
+from airflow_batchinfer.worker.checkpoint import encode_part
+from airflow_batchinfer.worker.engines.base import Completion
+from airflow_batchinfer.worker.ordering import order
+from airflow_batchinfer.worker.outputs import output_judge
+from airflow_batchinfer.worker.poison import Search
+from airflow_batchinfer.worker.processes import identity, is_gone, process_age
+from airflow_batchinfer.worker.suspects import Announcer, Suspects, earlier_deaths
+from airflow_batchinfer.worker.work import Row, ShardRun, result_of
+from tests.plans import job
+
+PLANNED = PlannedShard(
+    shard=0, rows=1, sent=1, predicted_tokens=1, rows_key="k", rows_bytes=1, rows_sha256="0"
+)
+
+
+def row(number: int, *prompts: Prompt) -> Row:
+    return Row(ShardRun(PLANNED, "e"), number, 1, Prepared(prompts or (Prompt(text="x"),)))
+
+
+# Order
+
+
+def test_rows_that_share_a_prefix_go_together_and_the_longest_of_them_first() -> None:
+    everywhere = list(range(50))
+    group_a, group_b = [1000] * 40, [2000] * 40
+    prompts = [
+        everywhere + group_a + [1],
+        everywhere + group_b + [1] * 9,
+        everywhere + list(range(3000, 3060)),
+        everywhere + group_a + [2] * 5,
+        everywhere + group_b + [2],
+        everywhere + list(range(4000, 4090)),
+        everywhere + group_a + [3] * 3,
+    ]
+    rows = [row(i, Prompt(token_ids=ids)) for i, ids in enumerate(prompts)]
+    assert [r.row_id for r in order(rows)] == [3, 6, 0, 1, 4, 5, 2]
+
+
+def test_groups_within_a_group_stay_together() -> None:
+    outer, inner = [1] * 40, [2] * 40
+    prompts = [outer + inner + [i] for i in (5, 6)] + [outer + [3] * 40 + [i] for i in (5, 6)]
+    prompts += [[9] * 60 + [1], [9] * 60 + [2]]
+    shuffled = [prompts[i] for i in (0, 2, 4, 1, 3, 5)]
+    ordered = [
+        r.prepared.prompts[0].token_ids
+        for r in order([row(i, Prompt(token_ids=p)) for i, p in enumerate(shuffled)])
+    ]
+    assert ordered == prompts
+
+
+def test_text_is_put_in_order_as_well_and_order_loses_no_row() -> None:
+    rng = random.Random(7)
+    prefixes = ["".join(rng.choices("abc ", k=200)) for _ in range(4)]
+    rows = [
+        row(
+            i, Prompt(messages=[{"role": "user", "content": rng.choice(prefixes) + "x" * rng.randint(0, 50)}])
+        )
+        for i in range(200)
+    ]
+    ordered = order(rows)
+    assert sorted(r.row_id for r in ordered) == list(range(200))
+    heads = [(r.prepared.prompts[0].messages or [])[0]["content"][:200] for r in ordered]
+    assert sum(a != b for a, b in zip(heads, heads[1:], strict=False)) == 3
+    assert order([]) == []
+
+
+# Search
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 64, 100])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_search_finds_the_culprit_within_its_bound(count: int, seed: int) -> None:
+    rows = [row(i) for i in range(count)]
+    culprit = random.Random(seed).choice(rows)
+    deaths, freed = 1, []
+    for suspect in rows:
+        suspect.deaths = 1
+    search, found = Search(rows), None
+    while found is None:
+        group = search.group
+        assert group, "the search ended without the culprit"
+        if culprit not in group:
+            for innocent in group:
+                innocent.finished = True
+            search.survived()
+            continue
+        deaths += 1
+        for suspect in group:
+            suspect.deaths += 1
+        found, more = search.died(group)
+        freed += more
+    assert found is culprit
+    assert not search.group
+    assert deaths <= math.ceil(math.log2(count)) + 2
+    assert all(r.finished or r in freed or r is culprit for r in rows)
+
+
+def test_a_death_that_does_not_repeat_convicts_nobody() -> None:
+    rows = [row(i) for i in range(10)]
+    search = Search(rows)
+    seen: list[Row] = []
+    while search.group:
+        seen.extend(search.group)
+        for innocent in search.group:
+            innocent.finished = True
+        search.survived()
+    assert sorted(r.row_id for r in seen) == list(range(10))
+
+
+def test_one_death_alone_is_no_proof() -> None:
+    alone = row(1)
+    alone.deaths = 1
+    search = Search([])
+    assert search.died([alone]) == (None, [])
+    assert search.group == [alone]
+
+
+# Admission
+
+
+def test_a_row_enters_only_once_it_is_named_on_disk() -> None:
+    admission = Admission()
+    rows = [row(1), row(2)]
+    admission.add(rows)
+    assert admission.take(10, announced=5) == []
+    rows[0].announced, rows[1].announced = 5, 6
+    assert [piece.key for piece in admission.take(10, announced=5)] == ["1/0/1"]
+    assert [piece.key for piece in admission.take(10, announced=6)] == ["2/0/1"]
+
+
+def test_the_window_is_never_exceeded_and_retries_go_first() -> None:
+    admission = Admission()
+    rows = [row(i) for i in range(5)]
+    for waiting in rows:
+        waiting.announced = 1
+    admission.add(rows)
+    first = admission.take(2, announced=1)
+    assert len(first) == 2
+    admission.in_flight.pop(first[0].key)
+    admission.retry(first[0], 0.0)
+    again = admission.take(2, announced=1)
+    assert [piece.key for piece in again] == ["0/0/2", "2/0/1"]
+
+
+def test_a_row_of_several_requests_can_be_dropped_whole() -> None:
+    admission = Admission()
+    split = row(1, Prompt(text="a"), Prompt(text="b"), Prompt(text="c"))
+    other = row(2)
+    split.announced = other.announced = 1
+    admission.add([split, other])
+    flying = admission.take(2, announced=1)
+    assert [piece.index for piece in flying] == [0, 1]
+    assert sorted(admission.drop(split)) == ["1/0/1", "1/1/1"]
+    assert [piece.row for piece in admission.take(9, announced=1)] == [other]
+
+
+# Judge
+
+
+def judged(task: dict[str, Any], text: str | None, finish: str = "stop") -> tuple[str | None, Reason | None]:
+    judge = output_judge(job(Path("s"), task=task))
+    result = judge(Completion("k", text=text, finish_reason=finish))
+    return result.output, result.reason
+
+
+SCHEMA = {"type": "json", "schema": {"type": "object", "required": ["a"]}}
+LABELS = {"type": "choice", "labels": ["yes", "no"]}
+PATTERN = {"type": "regex", "pattern": r"\d{3}"}
+
+
+@pytest.mark.parametrize(
+    ("task", "text", "finish", "output", "reason"),
+    [
+        ({"type": "generate"}, "hello", "length", "hello", None),
+        ({"type": "generate"}, " \n", "stop", " \n", Reason.EMPTY_OUTPUT),
+        ({"type": "generate"}, None, "stop", None, Reason.EMPTY_OUTPUT),
+        (LABELS, "yes", "stop", "yes", None),
+        (LABELS, " yes\n", "stop", "yes", None),
+        (LABELS, "Yes", "stop", "Yes", Reason.INVALID_OUTPUT),
+        (LABELS, "ye", "length", "ye", Reason.TRUNCATED_OUTPUT),
+        (SCHEMA, '{"a": 1}', "stop", '{"a": 1}', None),
+        (SCHEMA, '{"a": 1}', "length", '{"a": 1}', None),
+        (SCHEMA, '{"b": 1}', "stop", '{"b": 1}', Reason.INVALID_OUTPUT),
+        (SCHEMA, '{"a": ', "length", '{"a": ', Reason.TRUNCATED_OUTPUT),
+        (SCHEMA, '{"a": NaN}', "stop", '{"a": NaN}', Reason.INVALID_OUTPUT),
+        (SCHEMA, "[" * 100_000, "stop", "[" * 100_000, Reason.INVALID_OUTPUT),
+        (PATTERN, "123", "stop", "123", None),
+        (PATTERN, "1234", "stop", "1234", Reason.INVALID_OUTPUT),
+    ],
+)
+def test_judge(task: dict[str, Any], text: str, finish: str, output: str, reason: Reason | None) -> None:
+    assert judged(task, text, finish) == (output, reason)
+
+
+def test_a_schema_that_is_none_is_a_spec_error_and_a_reference_is_never_fetched() -> None:
+    with pytest.raises(SpecError, match=r"task\.schema"):
+        output_judge(job(Path("s"), task={"type": "json", "schema": {"type": "nonsense"}}))
+    outside = {"type": "json", "schema": {"$ref": "http://127.0.0.1:9/schema.json"}}
+    assert judged(outside, "{}")[1] is Reason.INVALID_OUTPUT
+
+
+@pytest.mark.parametrize(
+    ("vector", "reason"),
+    [
+        ([0.1, 0.2], None),
+        ([], Reason.EMPTY_OUTPUT),
+        (None, Reason.EMPTY_OUTPUT),
+        ([math.nan], Reason.INVALID_OUTPUT),
+        ([math.inf], Reason.INVALID_OUTPUT),
+    ],
+)
+def test_judge_of_vectors(vector: list[float] | None, reason: Reason | None) -> None:
+    judge = output_judge(job(Path("s"), task={"type": "embed"}))
+    assert judge(Completion("k", vector=vector, finish_reason="stop")).reason is reason
+
+
+# Parts
+
+
+def test_a_part_holds_any_text() -> None:
+    texts = ["plain", "nul \0", "half a pair \ud800", "漢字", "", None]
+    results = [result_of(row(i), None, 1, output=text) for i, text in enumerate(texts)]
+    table = pq.read_table(pa.BufferReader(encode_part(results, {"batchinfer.epoch": "e"})))
+    assert table["output"].to_pylist() == ["plain", "nul \0", "half a pair ?", "漢字", "", None]
+    assert table.schema.metadata[b"batchinfer.epoch"] == b"e"
+
+
+def test_a_write_is_tried_again_and_the_last_error_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retrying, "_WAIT_SECONDS", (0.0, 0.0))
+    tries: list[int] = []
+
+    def write(fails: int) -> None:
+        tries.append(1)
+        if len(tries) <= fails:
+            raise StoreError(f"no {len(tries)}")
+
+    retrying.with_retries(lambda: write(2))
+    assert len(tries) == 3
+    tries.clear()
+    with pytest.raises(StoreError, match="no 3"):
+        retrying.with_retries(lambda: write(9))
+
+
+# Processes and suspects
+
+
+def test_an_identity_tells_the_living_from_the_gone() -> None:
+    mine = identity()
+    place, ticks = mine.rsplit(":", 2)[0], mine.rsplit(":", 1)[1]
+    assert is_gone(mine) is False
+    assert is_gone(f"{place}:4194304:{ticks}") is True  # no such process: beyond the largest id
+    assert is_gone(mine + "1") is True  # its id has been given to another process since
+    assert is_gone("another-host:1:2:3") is None
+    assert is_gone("nonsense") is None
+    assert 0 < process_age() < 36_000
+
+
+def test_deaths_are_counted_and_only_the_dead_convict(tmp_path: Path) -> None:
+    store, layout = LocalStore(tmp_path), RunLayout("job/runs/r")
+    gone = identity().rsplit(":", 2)[0] + ":4194304:1"
+
+    def leave(epoch: str, worker: str, rows: list[int], *, apart: bool = False) -> None:
+        made = Suspects(shard=0, epoch=epoch, worker=worker, apart=apart, rows=rows)
+        made.write(store, layout.suspects(0, epoch))
+
+    def found(poisoned: tuple[int, ...] = ()) -> Any:
+        return earlier_deaths(store, layout, 0, "mine", poisoned, 5.0)
+
+    leave("a", gone, [1, 2, 3])
+    leave("mine", gone, [9])
+    assert dict(found().deaths) == {1: 1, 2: 1, 3: 1}
+    leave("b", identity(), [3], apart=True)
+    assert found().deaths[3] == 2
+    assert found().culprits == {}, "its worker lives: it may yet survive"
+    leave("b", gone, [3], apart=True)
+    assert list(found().culprits) == [3]
+    assert "attempt b" in found().culprits[3]
+    assert not found(poisoned=(3,)).deaths, "explained deaths make no suspects"
+    store.write_bytes(layout.suspects(0, "c"), b"{half")
+    assert list(found().culprits) == [3]
+
+
+def test_a_clean_exit_leaves_no_suspects(tmp_path: Path) -> None:
+    store, layout = LocalStore(tmp_path), RunLayout("job/runs/r")
+    announcer = Announcer(store, lambda shard: ("e", layout.suspects(shard, "e")), "me")
+    number = announcer.announce({0: [1, 2], 1: [3]}, apart=False)
+    last = announcer.announce({1: [3]}, apart=True)
+    deadline = threading.Event()
+    while not announcer.idle:
+        assert not deadline.wait(0.001)
+    assert (number, last, announcer.durable) == (1, 2, 2)
+    assert not store.exists(layout.suspects(0, "e"))
+    assert Suspects.read(store, layout.suspects(1, "e")).rows == [3]
+    announcer.close(forget=True)
+    assert list(store.list("job")) == []
