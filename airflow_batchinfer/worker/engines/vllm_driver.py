@@ -101,10 +101,13 @@ class VllmDriver:
 
     def add(self, key: str, seed: int, token_ids: list[int]) -> Result | None:
         """Queue one request; returns its failure if vLLM refuses it."""
+        return self._add(key, token_ids, self._parameters_for(seed))
+
+    def _add(
+        self, key: str, token_ids: list[int], parameters: SamplingParams | PoolingParams
+    ) -> Result | None:
         try:
-            self._engine.add_request(
-                key, tokens_input(token_ids), self._parameters_for(seed), lora_request=self._adapter
-            )
+            self._engine.add_request(key, tokens_input(token_ids), parameters, lora_request=self._adapter)
         except (VLLMClientError, ValueError, TypeError) as error:
             too_long = len(token_ids) >= self._config.model_config.max_model_len
             reason = Reason.OVER_LONG if too_long else Reason.ENGINE_REFUSED
@@ -205,12 +208,15 @@ class VllmDriver:
             raise SpecError(f"{self._blame()}: vLLM refuses it: {str(error).strip()}") from error
 
     def _warm_up(self) -> None:
-        """Run one short prompt with the job's own parameters, so that the grammar is compiled.
+        """Make one token with the job's own parameters, so that the grammar is compiled.
 
         Raises:
             SpecError: that fails.
         """
-        failure = self.add("warm-up", self._sampling.seed, [self._some_token()])
+        parameters = self._parameters_for(self._sampling.seed).clone()
+        if isinstance(parameters, SamplingParams):
+            parameters.max_tokens = 1
+        failure = self._add("warm-up", [self._some_token()], parameters)
         results = [] if failure is None else [failure]
         while not results:
             results = self.step()
