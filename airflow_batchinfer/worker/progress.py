@@ -45,7 +45,7 @@ class ProgressWriter:
 
     def write(self, state: State, *, in_flight: int, restarts: int, message: str = "") -> None:
         """Write the progress of each begun shard that has no commit yet, and once of one that has."""
-        rows_rate, tokens_rate = self._rates()
+        rows_rate, tokens_rate = self._rates(state)
         left = sum(s.planned.sent - s.done for s in self._shards)
         for shard in self._shards:
             if not shard.started or shard.shard in self._settled:
@@ -77,9 +77,14 @@ class ProgressWriter:
             if shard.committed:
                 self._settled.add(shard.shard)
 
-    def _rates(self) -> tuple[float, float]:
-        """Rows and tokens a second over the last minute; rows that were resumed do not count."""
+    def _rates(self, state: State) -> tuple[float, float]:
+        """Rows and tokens a second over the last minute; rows that were resumed do not count.
+
+        The engine's start is in no rate: it would make the time left look endless.
+        """
         now = time.monotonic()
+        if state == "loading":
+            self._samples.clear()
         rows = sum(s.done - len(s.resumed.done) for s in self._shards)
         tokens = sum(s.prompt_tokens + s.output_tokens for s in self._shards)
         self._samples.append((now, rows, tokens))
