@@ -32,10 +32,10 @@ from airflow_batchinfer.worker.work import Result, Row, ShardRun, result_of
 
 log = logging.getLogger(__name__)
 
-_READ_ROWS = 512
+_READ_ROWS = 256
 """Rows that are read, rendered and tokenised in one go."""
 
-_BLOCK_ROWS = 2048
+_BLOCK_ROWS = 1024
 _BLOCK_TOKENS = 1 << 20
 """A block is what is put in order: so many rows or prompt tokens, whichever comes first."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import threading
@@ -82,7 +83,7 @@ def test_text_is_put_in_order_as_well_and_order_loses_no_row() -> None:
     ordered = order(rows)
     assert sorted(r.row_id for r in ordered) == list(range(200))
     heads = [(r.prepared.prompts[0].messages or [])[0]["content"][:200] for r in ordered]
-    assert sum(a != b for a, b in zip(heads, heads[1:], strict=False)) == 3
+    assert sum(a != b for a, b in itertools.pairwise(heads)) == 3
     assert order([]) == []
 
 
