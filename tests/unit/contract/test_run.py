@@ -1,0 +1,126 @@
+"""The run's data model: fingerprints, epochs, the rule by which readers choose a commit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from airflow_batchinfer.errors import CorruptError
+from airflow_batchinfer.run.commit import Commit, CommittedPart, Tokens, chosen_commit, commits_of
+from airflow_batchinfer.run.epoch import EPOCH_PATTERN, new_epoch
+from airflow_batchinfer.run.fingerprint import changed_fields, fingerprint, fingerprint_fields
+from airflow_batchinfer.run.layout import RunLayout, run_dir, safe_run_id
+from airflow_batchinfer.run.outcome import Outcome, Reason, outcome_of
+from airflow_batchinfer.spec import JobSpec
+from airflow_batchinfer.store import LocalStore
+from tests.unit.contract.test_spec import LEAST
+
+BASE = JobSpec.parse(LEAST)
+
+DECIDING: dict[str, dict[str, Any]] = {
+    "prompt.template": {"prompt": {"template": "other {{ text }}"}},
+    "prompt.system": {"prompt": {"template": "{{ text }}", "system": "s"}},
+    "prompt.examples": {"prompt": {"template": "{{ text }}", "examples": [{"user": "u", "assistant": "a"}]}},
+    "prompt.chat_template": {"prompt": {"template": "{{ text }}", "chat_template": "x"}},
+    "task.type": {"task": {"type": "regex", "pattern": "a"}},
+    "model.name": {"model": {"name": "n"}},
+    "model.revision": {"model": {"name": "m", "revision": "r"}},
+    "model.adapter": {"model": {"name": "m", "adapter": "a"}},
+    "model.engine.quantization": {"model": {"name": "m", "engine": {"quantization": "fp8"}}},
+    "model.engine.dtype": {"model": {"name": "m", "engine": {"dtype": "float16"}}},
+    "sampling.temperature": {"sampling": {"temperature": 0.5}},
+    "sampling.max_tokens": {"sampling": {"max_tokens": 9}},
+    "overlong.policy": {"overlong": {"policy": "truncate", "column": "text"}},
+}
+
+NEUTRAL: list[dict[str, Any]] = [
+    {"model": {"name": "m", "engine": {"max_num_seqs": 7, "gpu_memory_utilization": 0.5}}},
+    {"checkpoint": {"rows": 1}},
+    {"retry": {"reclaims": 1}},
+    {"failure": {"max_dead_fraction": 1.0}},
+    {"sharding": {"max_rows": 3}},
+    {"report": {"samples": 1}},
+]
+
+
+@pytest.mark.parametrize("field", sorted(DECIDING))
+def test_a_field_that_decides_an_output_changes_the_fingerprint_and_is_named(field: str) -> None:
+    other = JobSpec.parse(LEAST | DECIDING[field])
+    assert fingerprint(other) != fingerprint(BASE)
+    assert field in changed_fields(fingerprint_fields(BASE), fingerprint_fields(other))
+
+
+@pytest.mark.parametrize("change", NEUTRAL)
+def test_a_field_that_decides_nothing_does_not(change: dict[str, Any]) -> None:
+    assert fingerprint(JobSpec.parse(LEAST | change)) == fingerprint(BASE)
+
+
+def test_every_reason_has_its_outcome() -> None:
+    assert {outcome_of(reason) for reason in Reason} == set(Outcome) - {
+        Outcome.SUCCEEDED,
+        Outcome.UNPROCESSED,
+    }
+    assert outcome_of(None) is Outcome.SUCCEEDED
+
+
+def test_epochs_are_unique_and_sort_by_time() -> None:
+    epochs = [new_epoch() for _ in range(500)]
+    assert len(set(epochs)) == 500
+    assert all(EPOCH_PATTERN.fullmatch(e) for e in epochs)
+    stamps = [e.split("-")[0] for e in epochs]
+    assert stamps == sorted(stamps)
+
+
+@pytest.mark.parametrize(
+    "run_id", ["manual__2026-11-29T17:00:00+00:00", "../../etc", "a/b", "", "名前", "x" * 300]
+)
+def test_a_run_id_of_any_kind_is_one_folder_name(run_id: str) -> None:
+    safe = safe_run_id(run_id)
+    assert safe
+    assert "/" not in safe
+    assert run_dir("job", run_id).startswith("job/runs/")
+    assert ".." not in Path(run_dir("job", run_id)).parts
+
+
+def _commit(store: LocalStore, epoch: str, fingerprint: str = "f", rows: int = 2) -> None:
+    part = CommittedPart(key="p", rows=rows, bytes=1, sha256="0")
+    Commit(
+        shard=0,
+        epoch=epoch,
+        fingerprint=fingerprint,
+        created_at="2026-01-01T00:00:00+00:00",
+        rows_sha256="0",
+        rows=2,
+        sent=2,
+        counts={"succeeded": 2},
+        reasons={},
+        tokens=Tokens(),
+        parts=[part],
+    ).write(store, RunLayout("job/runs/r").commit(0, epoch))
+
+
+def test_readers_choose_the_lowest_epoch_with_the_plans_fingerprint(tmp_path: Path) -> None:
+    store, layout = LocalStore(tmp_path), RunLayout("job/runs/r")
+    assert chosen_commit(store, layout, 0, "f") is None
+    _commit(store, "20260101T000000003Z-00000000")
+    _commit(store, "20260101T000000001Z-00000000", fingerprint="old")
+    _commit(store, "20260101T000000002Z-00000000")
+    chosen = chosen_commit(store, layout, 0, "f")
+    assert chosen is not None
+    assert chosen.epoch == "20260101T000000002Z-00000000"
+
+
+def test_a_commit_whose_sums_differ_cannot_be_written_and_is_no_commit_when_read(tmp_path: Path) -> None:
+    store, layout = LocalStore(tmp_path), RunLayout("job/runs/r")
+    with pytest.raises(ValueError, match="its parts hold 1 rows, the shard sends 2"):
+        _commit(store, "20260101T000000001Z-00000000", rows=1)
+    _commit(store, "20260101T000000002Z-00000000")
+    key = layout.commit(0, "20260101T000000002Z-00000000")
+    store.write_bytes(key, store.read_bytes(key).replace(b'"sent": 2', b'"sent": 3'))
+    commits, damaged = commits_of(store, layout, 0)
+    assert commits == []
+    assert "its parts hold 2 rows" in damaged[0]
+    with pytest.raises(CorruptError, match=r"commit\.json is damaged"):
+        Commit.read(store, key)

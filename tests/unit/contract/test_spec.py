@@ -1,0 +1,115 @@
+"""The user's contract: what a spec takes, and what it says when it is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from airflow_batchinfer.errors import SpecError
+from airflow_batchinfer.spec import JobSpec
+
+LEAST: dict[str, Any] = {
+    "name": "job",
+    "input": {"path": "in.parquet"},
+    "prompt": {"template": "{{ text }}"},
+    "model": {"name": "m"},
+    "store": "store",
+}
+
+
+def _changed(path: str, value: Any) -> dict[str, Any]:
+    data = {k: dict(v) if isinstance(v, dict) else v for k, v in LEAST.items()}
+    *parents, last = path.split(".")
+    node = data
+    for parent in parents:
+        node = node.setdefault(parent, {})
+    node[last] = value
+    return data
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("inpt", {}, "inpt: unknown field; did you mean `input`?"),
+        ("input.pth", "x", "input.pth: unknown field; did you mean `path`? (allowed: "),
+        ("input.path", [], "input.path: name at least one file"),
+        ("input.format", "xml", "input.format: Input should be 'auto', 'parquet', 'jsonl', 'csv' or 'delta'"),
+        ("name", "a b", "name: use letters, digits"),
+        ("prompt.template", "{{ text", "prompt: template: line 1:"),
+        ("prompt.messages", [{"role": "user", "content": "x"}], "give exactly one of"),
+        ("sampling.max_tokens", 0, "sampling.max_tokens: Input should be greater than or equal to 1 (got 0)"),
+        ("task", {"type": "pick"}, "'generate', 'choice', 'json', 'regex', 'embed'"),
+        ("task", {"type": "choice", "labels": ["a", "a"]}, "labels must be distinct"),
+        ("task", {"type": "choice", "label": ["a"]}, "task.label: unknown field; did you mean `labels`?"),
+        ("task", {"type": "regex", "pattern": "("}, "not a regular expression"),
+        ("model.backend", "vlm", "`backend` must be `vllm`, `openai` or `package.module:Class`"),
+        ("model.base_url", "http://x", "belong to `backend: openai`"),
+        ("model.engine", {"trust_remote_code": True}, "set `model.trust_remote_code`"),
+        ("overlong", {"policy": "truncate"}, "needs `column`"),
+        ("output.column", "row_id", "is taken by the results table"),
+        ("input.carry", ["finish_reason"], "collides with a column of the results table"),
+        ("storage_options", {"aws_secret_access_key": "x"}, "credentials"),
+    ],
+)
+def test_a_wrong_field_is_refused_with_its_path_and_what_is_allowed(
+    path: str, value: Any, message: str
+) -> None:
+    with pytest.raises(SpecError) as caught:
+        JobSpec.parse(_changed(path, value))
+    assert message in str(caught.value)
+
+
+def test_all_faults_are_told_at_once() -> None:
+    with pytest.raises(SpecError) as caught:
+        JobSpec.parse({"name": "a b", "sampling": {"top_p": 2}})
+    assert len(str(caught.value).splitlines()) == 6  # four missing fields and two wrong ones
+
+
+@given(
+    name=st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,20}", fullmatch=True),
+    template=st.text(st.characters(blacklist_characters="{}", blacklist_categories=["Cs"])),
+    labels=st.lists(st.text("abc ", min_size=1).filter(str.strip), min_size=2, unique=True),
+    carry=st.lists(st.sampled_from(["a", "b", "ünïcode", "with space"]), unique=True),
+)
+def test_a_spec_survives_json_and_yaml(
+    name: str, template: str, labels: list[str], carry: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    spec = JobSpec.parse(
+        LEAST
+        | {
+            "name": name,
+            "prompt": {"template": template + "{{ text }}"},
+            "task": {"type": "choice", "labels": labels},
+            "input": {"path": "x.csv", "carry": carry},
+        }
+    )
+    assert JobSpec.parse(spec.dump()) == spec
+    path = tmp_path_factory.mktemp("spec") / "job.yaml"
+    path.write_text(spec.to_yaml(), encoding="utf-8")
+    assert JobSpec.load(path) == spec
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[1, 2]", "is a mapping of fields, not list"),
+        ("a: [", "cannot be read as YAML"),
+        ("name: !!python/object/apply:os.system ['true']", "cannot be read as YAML"),
+    ],
+)
+def test_a_file_that_is_no_spec_is_refused_with_its_name(tmp_path: Path, content: str, message: str) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(content)
+    with pytest.raises(SpecError) as caught:
+        JobSpec.load(path)
+    assert str(path) in str(caught.value)
+    assert message in str(caught.value)
+
+
+def test_the_truth_column_is_carried_once() -> None:
+    spec = JobSpec.parse(LEAST | {"input": {"path": "x.csv", "carry": ["a", "t"], "truth": "t"}})
+    assert spec.carried == ["a", "t"]

@@ -1,0 +1,73 @@
+"""The local store: whole objects or none, and nothing outside its folder."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from airflow_batchinfer.errors import StoreError
+from airflow_batchinfer.store import LocalStore, open_store
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    return LocalStore(tmp_path / "store")
+
+
+def test_what_is_written_is_read_listed_and_deleted(store: LocalStore, tmp_path: Path) -> None:
+    store.write_bytes("a/b/one", b"1")
+    store.write_bytes("a/b/one", b"22")
+    source = tmp_path / "big"
+    source.write_bytes(b"333")
+    store.put_file(source, "a/two")
+    assert not source.exists()
+    assert store.read_bytes("a/b/one") == b"22"
+    assert [(i.key, i.size) for i in store.list("a")] == [("a/b/one", 2), ("a/two", 3)]
+    assert list(store.list("nowhere")) == []
+    store.delete("a/two")
+    store.delete("a/two")
+    assert not store.exists("a/two")
+    with pytest.raises(FileNotFoundError):
+        store.read_bytes("a/two")
+
+
+@pytest.mark.parametrize("key", ["../outside", "a/../../outside", "/etc/passwd"])
+def test_a_key_that_leaves_the_store_is_refused(store: LocalStore, key: str) -> None:
+    for call in (store.read_bytes, store.exists, store.delete):
+        with pytest.raises(StoreError, match="leaves the store"):
+            call(key)
+    with pytest.raises(StoreError, match="leaves the store"):
+        store.write_bytes(key, b"")
+
+
+def test_a_store_that_cannot_be_written_says_which_path(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="file"):
+        LocalStore(tmp_path / "file").write_bytes("key", b"")
+
+
+def test_a_reader_never_sees_half_an_object(store: LocalStore) -> None:
+    contents = [bytes([i]) * 200_000 for i in range(4)]
+    store.write_bytes("key", contents[0])
+    stop = threading.Event()
+
+    def rewrite() -> None:
+        while not stop.is_set():
+            for content in contents:
+                store.write_bytes("key", content)
+
+    writer = threading.Thread(target=rewrite)
+    writer.start()
+    try:
+        for _ in range(200):
+            assert store.read_bytes("key") in contents
+            assert [i.key for i in store.list("")] == ["key"]
+    finally:
+        stop.set()
+        writer.join()
+
+
+def test_a_file_uri_is_a_local_path(tmp_path: Path) -> None:
+    assert open_store(f"file://{tmp_path}").uri == str(tmp_path)
