@@ -158,6 +158,13 @@ class AirflowApi:
         self, dag_id: str, run_id: str, task_id: str, map_index: int = -1, attempt: int | None = None
     ) -> str:
         """A task's log as text, one event a line; of its last attempt if `attempt` is not given."""
+        events = self.log_events(dag_id, run_id, task_id, map_index, attempt)
+        return "\n".join(_event_line(event) for event in events)
+
+    def log_events(
+        self, dag_id: str, run_id: str, task_id: str, map_index: int = -1, attempt: int | None = None
+    ) -> list[Any]:
+        """A task's log as the API gives it: mappings with `event`, `level`, `error_detail` and more."""
         base = f"/dags/{dag_id}/dagRuns/{quote(run_id, safe='')}/taskInstances/{task_id}"
         if attempt is None:
             index = "" if map_index < 0 else f"/{map_index}"
@@ -165,7 +172,8 @@ class AirflowApi:
         answer = self.call(
             "GET", f"{base}/logs/{attempt}", params={"map_index": map_index, "full_content": True}
         )
-        return "\n".join(_event_line(event) for event in answer["content"])
+        events: list[Any] = answer["content"]
+        return events
 
     def xcom(
         self, dag_id: str, run_id: str, task_id: str, key: str = "return_value", map_index: int = -1

@@ -20,10 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from deltalake import DeltaTable
 
 from airflow_batchinfer.pipeline.merge import MergeResult
 from airflow_batchinfer.run.layout import RunLayout, run_dir
 from airflow_batchinfer.run.ledger import Ledger
+from airflow_batchinfer.run.outcome import Reason, outcome_of
 from airflow_batchinfer.run.status import RunStatus, run_status
 from airflow_batchinfer.spec_files import load_spec
 from airflow_batchinfer.store import LocalStore
@@ -161,14 +163,23 @@ def _progress_of(status: RunStatus) -> str:
 
 
 def _failure(api: AirflowApi, run_id: str) -> str:
-    """The first failed task and the end of its own log."""
+    """The first failed task, its own error, and what its log said before."""
     failed = [t for t in api.tasks(DAG_ID, run_id) if t["state"] == "failed"]
     if not failed:
         return f"Run {run_id} failed, and no task of it did."
     first = min(failed, key=lambda t: t["end_date"] or "")
-    log = api.log(DAG_ID, run_id, first["task_id"], first["map_index"])
-    lines = [text for text in log.splitlines() if text.strip()]
-    return "\n".join([f"Task {task_name(first)} of run {run_id} failed:", *lines[-_LOG_LINES:]])
+    events = api.log_events(DAG_ID, run_id, first["task_id"], first["map_index"])
+    said = [str(e["event"]) for e in events if not str(e["event"]).startswith("::")]
+    errors = [f"{d['exc_type']}: {d['exc_value']}" for e in events for d in e.get("error_detail") or []]
+    return "\n".join(
+        [
+            *said[-_LOG_LINES:],
+            "",
+            f"Task {task_name(first)} of run {run_id} failed:",
+            *(errors or ["its log holds no exception"]),
+            f"Its logs: {HOME / 'logs'}",
+        ]
+    )
 
 
 def _tell(run_id: str) -> None:
@@ -193,16 +204,12 @@ def _tell(run_id: str) -> None:
 
 
 def _reasons(ledger: Ledger, outcome: str) -> str:
-    from airflow_batchinfer.run.outcome import Reason, outcome_of
-
     found = {r: n for r, n in ledger.reasons.items() if outcome_of(Reason(r)) == outcome}
     return "   " + ", ".join(f"{reason} {rows}" for reason, rows in sorted(found.items())) if found else ""
 
 
 def _samples(table: str, run_id: str) -> list[str]:
     """A small table of five results of the run, spread over it."""
-    from deltalake import DeltaTable
-
     columns = ["custom_id", "subject", "label", "true_label"]
     found = DeltaTable(table).to_pyarrow_table(filters=[("run_id", "=", run_id)], columns=columns)
     rows: list[dict[str, Any]] = found.to_pylist()
