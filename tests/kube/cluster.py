@@ -140,7 +140,12 @@ class Cluster:
         """The scheduler makes room for a pod of higher priority: the pod is deleted."""
         self._condition(pod, "PreemptionByScheduler", "preempted by a pod of higher priority")
         self._note(pod, "preempt")
-        self.delete(pod["metadata"]["namespace"], pod["metadata"]["name"], grace)
+        self.delete(*_key(pod), grace)
+
+    def remove(self, pod: Json) -> None:
+        """Somebody deletes it, with its own grace."""
+        self._note(pod, "remove")
+        self.delete(*_key(pod))
 
     def evict(self, pod: Json) -> None:
         """Kubelet evicts it for memory pressure, past the hard threshold: no grace."""
