@@ -51,6 +51,9 @@ ENVIRONMENT = {
 
 _LOG_LINES = 25
 
+_ROWS_BEFORE_A_FORECAST = 0.1
+"""Share of the rows; a rate measured over fewer tells nothing about the time left."""
+
 
 class DemoError(Exception):
     """The run failed: says which task, and that task's own error."""
@@ -154,7 +157,8 @@ def _progress_of(status: RunStatus) -> str:
     ]
     if status.rows_per_second > 0:
         parts += [f"{status.rows_per_second:.1f} rows/s", f"{status.tokens_per_second:,.0f} tokens/s"]
-    if status.seconds_left and status.shards_done < len(status.shards):
+    settled = status.rows_done >= status.plan.rows * _ROWS_BEFORE_A_FORECAST
+    if status.seconds_left and settled and status.shards_done < len(status.shards):
         parts.append(f"about {status.seconds_left:.0f} s left")
     loading = sum(s.state == "loading" for s in status.shards)
     if loading:

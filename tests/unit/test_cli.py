@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from airflow_batchinfer.cli import main
+from airflow_batchinfer.errors import ExitCode
+from airflow_batchinfer.run.layout import RunLayout, run_dir
+from airflow_batchinfer.spec import JobSpec
+from tests.plans import job, plan_run
+
+TICKETS = Path(__file__).parents[2] / "dags" / "tickets.yaml"
+Answer = tuple[int, str, str]
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., Answer]:
+    def call(*arguments: str) -> Answer:
+        status = main(arguments)
+        said = capsys.readouterr()
+        return status, said.out, said.err
+
+    return call
+
+
+@pytest.fixture
+def planned(tmp_path: Path) -> tuple[str, str]:
+    """A store with one planned run of two shards: the store, and the run's folder."""
+    plan = plan_run(job(tmp_path / "store"), [["one"], ["two", "three"]])
+    return plan.spec.store, plan.folder
+
+
+@pytest.mark.parametrize("arguments", [(), ("schema",)])
+def test_the_schema_is_the_specs_own(cli: Callable[..., Answer], arguments: tuple[str, ...]) -> None:
+    status, out, _ = cli(*arguments)
+    assert status == 0
+    assert json.loads(out) == JobSpec.model_json_schema()
+
+
+def test_the_sample_is_valid_and_says_what_it_reads(cli: Callable[..., Answer], tmp_path: Path) -> None:
+    status, out, _ = cli("validate", str(TICKETS), "--store", str(tmp_path))
+    assert status == 0
+    assert "subject, text" in out
+    assert str(tmp_path) in out
+
+
+def test_the_full_spec_is_a_spec(cli: Callable[..., Answer], tmp_path: Path) -> None:
+    _, out, _ = cli("validate", str(TICKETS), "--store", str(tmp_path), "--full")
+    again = tmp_path / "again.yaml"
+    again.write_text(out, encoding="utf-8")
+    assert cli("validate", str(again), "--full") == (0, out, "")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("name: [", "cannot be read as YAML"),
+        ("name: a\nstroe: x\n", "did you mean `store`?"),
+        (
+            "name: a\nstore: x\ninput: {path: a.csv}\nmodel: {name: m}\nprompt: {template: '{{ a'}\n",
+            "template",
+        ),
+    ],
+)
+def test_a_wrong_spec_is_refused_with_the_files_name(
+    cli: Callable[..., Answer], tmp_path: Path, text: str, message: str
+) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(text, encoding="utf-8")
+    status, out, err = cli("validate", str(file))
+    assert (status, out) == (ExitCode.BAD_SPEC, "")
+    assert err.startswith(f"batchinfer: {file}: ")
+    assert message in err
+
+
+def test_runs_and_show(cli: Callable[..., Answer], planned: tuple[str, str]) -> None:
+    store, folder = planned
+    status, out, _ = cli("runs", folder.split("/")[0], "--store", store)
+    assert status == 0
+    assert folder in out
+    assert "0/3 rows" in out
+    status, out, _ = cli("show", folder, "--store", store)
+    assert status == 0
+    assert "0 of 2 committed" in out
+    assert "shard 0001 waiting: 0/2 rows" in out
+
+
+def test_stop_and_resume(cli: Callable[..., Answer], planned: tuple[str, str]) -> None:
+    store, folder = planned
+    marker = Path(store) / RunLayout(folder).stop
+    status, out, _ = cli("stop", folder, "--store", store, "--reason", "too dear", "--by", "eva")
+    assert status == 0
+    assert "stopped by eva: too dear" in out
+    assert marker.exists()
+    assert "too dear" in cli("show", folder, "--store", store)[1]
+    assert "is removed" in cli("resume", folder, "--store", store)[1]
+    assert not marker.exists()
+    assert "no stop marker" in cli("resume", folder, "--store", store)[1]
+
+
+@pytest.mark.parametrize("command", [("show",), ("resume",), ("stop", "--reason", "x")])
+def test_a_folder_without_a_plan_is_no_run(
+    cli: Callable[..., Answer], tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    status, _, err = cli(*command, run_dir("job", "nothing"), "--store", str(tmp_path))
+    assert status == ExitCode.BAD_INPUT
+    assert "is no run" in err
+
+
+def test_the_store_comes_from_the_environment_or_is_asked_for(
+    cli: Callable[..., Answer], planned: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, folder = planned
+    monkeypatch.delenv("BATCHINFER_STORE", raising=False)
+    status, _, err = cli("show", folder)
+    assert status == ExitCode.BAD_SPEC
+    assert "BATCHINFER_STORE" in err
+    monkeypatch.setenv("BATCHINFER_STORE", store)
+    assert cli("show", folder)[0] == 0
