@@ -199,7 +199,7 @@ def _tell(run_id: str) -> None:
     print(f"  {'sum':<12}{total:>6}")
     if total != ledger.rows:
         raise DemoError(f"the outcomes add up to {total}, not to the {ledger.rows} input rows")
-    print("\nFive results\n")
+    print("\nFive results (of a model of 135 million parameters: expect wrong labels)\n")
     for line in _samples(merged.results_table, run_id):
         print(f"  {line}")
     print(f"\nresults table      {merged.results_table}")
