@@ -251,9 +251,9 @@ def test_a_bad_job_fails_at_once_with_the_workers_word(
 ) -> None:
     fields = job(str(tmp_path / "store"), "bad")
     fields["model"]["backend"] = "tests.engines:NoSuchEngine"
-    run = PodRun(airflow, kube, "pod_job", fields)
+    run = PodRun(airflow, kube, "watched_pod_job", fields)
 
     assert run.wait() == "failed"
     assert set(run.tries().values()) == {1}
     assert run.fates(0) == [("bad_spec", 64)]
-    assert "NoSuchEngine" in airflow.log("pod_job", run.run_id, "infer", 0)
+    assert "NoSuchEngine" in airflow.log("watched_pod_job", run.run_id, "infer", 0)

@@ -43,7 +43,6 @@ def pods(dag_id: str, *, store_conn_id: str | None = None, **arguments: Any) -> 
     )
 
 
-pods("pod_job")
 pods("watched_pod_job", deferrable=False)
 pods("s3_pod_job", store_conn_id="test_store", store_secret="store")
 pods(

@@ -1,0 +1,270 @@
+"""`BatchInferPodOperator` itself, with the real worker in pods of the test cluster."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from airflow_batchinfer.errors import SpecError, WorkerLostError
+from airflow_batchinfer.run.commit import commits_of
+from airflow_batchinfer.run.launch import launches_of
+from airflow_batchinfer.run.layout import RunLayout
+from airflow_batchinfer.store import LocalStore
+from tests.plans import job, plan_run
+
+if TYPE_CHECKING:
+    from airflow_batchinfer.run.plan import Plan
+    from tests.kube import KubeServer
+
+pytestmark = pytest.mark.airflow_env
+
+ROOT = Path(__file__).resolve().parents[3]
+SLOW = {
+    "name": "none",
+    "backend": "tests.engines:InstantEngine",
+    "engine": {"delay_seconds": 0.2, "max_in_flight": 1},
+}
+
+
+class TaskState(dict[str, Any]):
+    """Airflow's task state store, as far as the operator asks it."""
+
+    def set(self, key: str, value: Any) -> None:
+        self[key] = value
+
+
+class Task:
+    """One mapped infer task of a planned run, its tries in this process."""
+
+    def __init__(self, kube: KubeServer, plan: Plan, kubeconfig: Path) -> None:
+        self.kube, self.plan, self.kubeconfig = kube, plan, kubeconfig
+        self.store, self.layout = LocalStore(plan.spec.store), RunLayout(plan.folder)
+        self.state = TaskState()
+
+    def operator(self, **arguments: Any) -> Any:
+        from airflow_batchinfer.operators.infer_kubernetes import BatchInferPodOperator
+
+        bundle = {
+            "store": self.plan.spec.store,
+            "storage_options": {},
+            "folder": self.plan.folder,
+            "shards": [s.shard for s in self.plan.shards],
+            "rows": self.plan.rows,
+            "tokens": 0,
+        }
+        defaults = {
+            "config_file": str(self.kubeconfig),
+            "kubernetes_conn_id": None,
+            "namespace": "default",
+            "image": "worker",
+            "worker_python": sys.executable,
+            "gpus": 0,
+            "deferrable": False,
+            "startup_check_interval_seconds": 1,
+        }
+        return BatchInferPodOperator(task_id="infer", bundle=bundle, **(defaults | arguments))
+
+    def context(self, try_number: int = 1) -> Any:
+        ti = SimpleNamespace(
+            dag_id="dag", task_id="infer", run_id="run", map_index=0, try_number=try_number, xcom_push=_ignore
+        )
+        return {"ti": ti, "run_id": "run", "dag": SimpleNamespace(), "task_state_store": self.state}
+
+    def fates(self) -> list[str]:
+        return [launch.fate for launch in launches_of(self.store, self.layout, 0)]
+
+    def committed(self) -> bool:
+        return all(commits_of(self.store, self.layout, s.shard)[0] for s in self.plan.shards)
+
+    def pod_half_way(self) -> dict[str, Any]:
+        from tests.kube.cluster import wait_until
+
+        def pod() -> Any:
+            parts = [i for i in self.store.list(self.layout.shard(0)) if "/part-" in i.key]
+            return parts and self.kube.cluster.running()
+
+        return wait_until(pod, 60)[0]
+
+
+def _ignore(**_: Any) -> None:
+    pass
+
+
+@pytest.fixture
+def kube(tmp_path: Path) -> Iterator[KubeServer]:
+    from tests.kube import Cluster, KubeServer
+
+    cluster = Cluster(tmp_path / "cluster", {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)})
+    (tmp_path / "cluster").mkdir()
+    with KubeServer(cluster) as server:
+        yield server
+
+
+@pytest.fixture
+def task(kube: KubeServer, tmp_path: Path) -> Callable[..., Task]:
+    def make(shards: int = 1, **overrides: Any) -> Task:
+        spec = job(tmp_path / "store", **({"checkpoint": {"rows": 2, "grace_seconds": 1}} | overrides))
+        plan = plan_run(spec, [[f"row {s}-{i}" for i in range(12)] for s in range(shards)])
+        return Task(kube, plan, kube.write_kubeconfig(tmp_path / "kubeconfig"))
+
+    return make
+
+
+def at_half_way(task: Task, act: Callable[[dict[str, Any]], None]) -> threading.Thread:
+    thread = threading.Thread(target=lambda: act(task.pod_half_way()), daemon=True)
+    thread.start()
+    return thread
+
+
+def test_shards_are_committed_and_nothing_is_launched_again(task: Callable[..., Task]) -> None:
+    made = task(shards=2)
+
+    made.operator().execute(made.context())
+    assert made.committed()
+    assert len(made.kube.cluster.launched) == 1
+
+    made.operator().execute(made.context(try_number=2))
+    assert len(made.kube.cluster.launched) == 1
+    assert made.kube.cluster.list("default", lambda _: True) == []
+
+
+def test_a_task_killed_by_sigterm_is_no_success(task: Callable[..., Task]) -> None:
+    made = task(model=SLOW)
+    operator = made.operator()
+    at_half_way(made, lambda _: operator.on_kill())
+
+    with pytest.raises(WorkerLostError, match="Airflow ended this task"):
+        operator.execute(made.context())
+
+    assert not made.committed()
+    assert made.kube.cluster.running() == []
+    assert len(made.kube.cluster.launched) == 1
+
+
+@pytest.mark.parametrize("by", ["identity", "labels"])
+def test_a_living_pod_is_found_again_and_not_paid_twice(task: Callable[..., Task], by: str) -> None:
+    made = task(model=SLOW)
+    first = made.operator()
+    lost = threading.Thread(target=first.execute, args=(made.context(),), daemon=True)
+    lost.start()
+    made.pod_half_way()
+
+    made.operator().execute(
+        made.context(try_number=2)
+    )  # while the first try hangs on, as after a lost worker
+
+    assert made.committed()
+    assert len(made.kube.cluster.launched) == 1
+    lost.join(30)
+
+
+def test_reclaims_have_a_budget(task: Callable[..., Task]) -> None:
+    made = task(model=SLOW, retry={"reclaims": 1})
+    cluster = made.kube.cluster
+
+    def reclaim_twice(pod: dict[str, Any]) -> None:
+        from tests.kube.cluster import wait_until
+
+        cluster.vanish(pod)
+        wait_until(lambda: len(cluster.launched) == 2 and cluster.running(), 30)
+        cluster.vanish(cluster.running()[0])
+
+    at_half_way(made, reclaim_twice)
+    with pytest.raises(WorkerLostError, match=r"reclaimed 2 times, `retry.reclaims` is 1"):
+        made.operator().execute(made.context())
+    assert made.fates() == ["reclaimed", "reclaimed"]
+
+    made.operator().execute(made.context(try_number=2))  # a new try counts anew
+    assert made.committed()
+
+
+def test_a_dead_pod_is_never_taken_up(task: Callable[..., Task]) -> None:
+    made = task(model=SLOW)
+    first = made.operator(on_finish_action="keep_pod")
+    at_half_way(made, made.kube.cluster.evict)
+    with pytest.raises(WorkerLostError, match=r"evicted: pod .* low on resource"):
+        first.execute(made.context())
+
+    made.operator(on_finish_action="keep_pod").execute(made.context(try_number=2))
+
+    assert made.fates() == ["evicted", "committed"]
+    assert len(set(made.kube.cluster.launched)) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"image": "missing:1"}, "image_error: pod .*check `image`"),
+        (
+            {"store_secret": "none", "startup_timeout_seconds": 1},
+            'config_error: pod .*secret "none" not found',
+        ),
+        ({"worker_python": "/no/python"}, "config_error: pod .*StartError"),
+    ],
+)
+def test_pods_that_cannot_start(task: Callable[..., Task], arguments: dict[str, Any], message: str) -> None:
+    made = task()
+
+    with pytest.raises(WorkerLostError, match=message):
+        made.operator(**arguments).execute(made.context())
+
+    assert made.kube.cluster.list("default", lambda _: True) == []
+
+
+def test_no_node_in_time(task: Callable[..., Task]) -> None:
+    made = task()
+    made.kube.cluster.hold()
+
+    with pytest.raises(WorkerLostError, match=r"launch_timeout: pod .*Insufficient gpu"):
+        made.operator(schedule_timeout_seconds=1).execute(made.context())
+
+    assert made.kube.cluster.list("default", lambda _: True) == []
+
+
+def test_a_bad_job_fails_with_the_workers_word(task: Callable[..., Task]) -> None:
+    made = task(model=SLOW | {"backend": "tests.engines:NoSuchEngine"})
+
+    with pytest.raises(SpecError, match="NoSuchEngine"):
+        made.operator().execute(made.context())
+
+
+def test_the_pod_has_what_the_plan_decides(task: Callable[..., Task]) -> None:
+    engine = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    made = task(model=SLOW | {"engine": engine}, checkpoint={"grace_seconds": 20})
+    operator = made.operator(
+        gpus=None, model_cache="models", kueue_queue="batch", env_vars={"HF_HOME": "/elsewhere"}
+    )
+    operator._fill_in(operator._open_work())
+    pod = operator.build_pod_request_obj(made.context())
+    container = pod.spec.containers[0]
+    volumes = {v.name: v for v in pod.spec.volumes}
+    environment = {v.name: v.value for v in container.env}
+
+    assert container.resources.limits["nvidia.com/gpu"] == "4"
+    assert volumes["model-cache"].persistent_volume_claim.claim_name == "models"
+    assert volumes["shared-memory"].empty_dir.medium == "Memory"
+    assert {m.mount_path for m in container.volume_mounts} >= {"/dev/shm", "/tmp", "/cache/models"}
+    assert environment["HF_HOME"] == "/elsewhere"
+    assert pod.metadata.labels["kueue.x-k8s.io/queue-name"] == "batch"
+    assert pod.spec.termination_grace_period_seconds == 60
+    assert pod.spec.security_context.run_as_non_root
+    assert container.security_context.read_only_root_filesystem
+    assert not pod.spec.automount_service_account_token
+    assert container.termination_message_policy == "FallbackToLogsOnError"
+    assert pod.spec.affinity.node_affinity.preferred_during_scheduling_ignored_during_execution
+    assert "nvidia.com/gpu" in {t.key for t in pod.spec.tolerations}
+
+
+def test_row_data_and_sidecars_stay_out(task: Callable[..., Task]) -> None:
+    made = task()
+
+    assert "bundle" not in made.operator().template_fields
+    with pytest.raises(SpecError, match="do_xcom_push"):
+        made.operator(do_xcom_push=True)
