@@ -1,0 +1,95 @@
+"""Housekeeping takes what nobody needs, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from airflow_batchinfer.cli import main
+from airflow_batchinfer.pipeline.housekeeping import delete_orphans, delete_runs, vacuum_tables
+from airflow_batchinfer.pipeline.merge import merge
+from airflow_batchinfer.pipeline.reconcile import reconcile
+from airflow_batchinfer.pipeline.split import split
+from airflow_batchinfer.run.layout import RunLayout
+from airflow_batchinfer.run.plan import Plan
+from airflow_batchinfer.store import Store
+from tests.unit.pipeline.runs import commit_shard, job, publish_run, table_rows, write_input
+
+pytestmark = pytest.mark.airflow_env
+
+DAY = timedelta(days=1)
+
+
+@pytest.fixture
+def plan(tmp_path: Path, store: Store) -> Plan:
+    write_input(tmp_path, [{"text": f"text {i}"} for i in range(40)])
+    return split(store, job(tmp_path, sharding={"max_rows": 20}), "run")
+
+
+def age(store: Store, prefix: str, days: float) -> None:
+    then = time.time() - days * 86_400
+    for info in list(store.list(prefix)):
+        os.utime(store.uri_of(info.key), (then, then))
+
+
+def test_old_runs_go_and_tables_stay(tmp_path: Path, store: Store, plan: Plan) -> None:
+    publish_run(store, plan)
+    age(store, plan.folder, 10)
+    young = split(store, job(tmp_path), "young")
+    assert delete_runs(store, "job", timedelta(days=20)).runs == []
+    would = delete_runs(store, "job", timedelta(days=5), dry_run=True)
+    assert (would.runs, store.exists(RunLayout(plan.folder).plan)) == ([plan.folder], True)
+    assert delete_runs(store, "job", timedelta(days=5)) == would
+    assert list(store.list(plan.folder)) == []
+    assert store.exists(RunLayout(young.folder).plan)
+    assert len(table_rows(store, "job/results")) == 40
+
+
+def test_a_run_that_still_writes_is_not_old(store: Store, plan: Plan) -> None:
+    age(store, plan.folder, 10)
+    commit_shard(store, plan, plan.shards[0])
+    assert delete_runs(store, "job", timedelta(days=5)).runs == []
+
+
+def test_orphans(store: Store, plan: Plan) -> None:
+    layout = RunLayout(plan.folder)
+    named = commit_shard(store, plan, plan.shards[0])
+    orphan = layout.part(0, "20260101T000000000Z-00000000", 0)
+    resumable = layout.part(1, "20260101T000000000Z-00000000", 0)
+    overtaken = layout.rows(0, "20260101T000000000Z-00000000")
+    for key in (orphan, resumable, overtaken):
+        store.write_bytes(key, b"x")
+    assert delete_orphans(store, "job").objects == 0  # too young: its writer may be at work
+    age(store, plan.folder, 2)
+    assert delete_orphans(store, "job").objects == 2
+    assert not store.exists(orphan)
+    assert not store.exists(overtaken)
+    assert store.exists(resumable)
+    assert all(store.exists(part.key) for part in named.parts)
+    commit_shard(store, plan, plan.shards[1])
+    assert reconcile(store, plan.folder).complete
+
+
+def test_vacuum_keeps_the_current_version(store: Store, plan: Plan) -> None:
+    publish_run(store, plan)
+    store.delete(RunLayout(plan.folder).merge)
+    merge(store, plan.folder)
+    before = table_rows(store, "job/results")
+    assert vacuum_tables(store, "job").objects == 0
+    assert vacuum_tables(store, "job", timedelta(0), dry_run=True).objects >= 1
+    assert vacuum_tables(store, "job", timedelta(0)).objects >= 1
+    assert table_rows(store, "job/results") == before
+
+
+def test_commands(store: Store, plan: Plan, capsys: pytest.CaptureFixture[str]) -> None:
+    publish_run(store, plan)
+    assert main(["account", plan.folder, "--store", store.uri]) == 0
+    assert "succeeded            40" in capsys.readouterr().out
+    assert main(["sweep", "job", "--store", store.uri, "--dry-run"]) == 0
+    assert main(["delete", "job", "--store", store.uri, "--older-than-days", "0", "--dry-run"]) == 0
+    assert plan.folder in capsys.readouterr().out
+    assert store.exists(RunLayout(plan.folder).plan)

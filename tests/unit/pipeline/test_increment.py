@@ -1,0 +1,140 @@
+"""Incremental runs: what changed runs, what did not keeps its result, what is gone is marked."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from airflow_batchinfer.errors import SpecError
+from airflow_batchinfer.pipeline.replay import prepare_replay
+from airflow_batchinfer.pipeline.split import split
+from airflow_batchinfer.pipeline.standing import standing_of
+from airflow_batchinfer.run.outcome import Reason
+from airflow_batchinfer.run.plan import Plan
+from airflow_batchinfer.spec import JobSpec
+from airflow_batchinfer.store import Store
+from tests.unit.pipeline.runs import frozen_copies, frozen_rows, job, publish_run, table_rows, write_input
+
+pytestmark = pytest.mark.airflow_env
+
+Rows = dict[str, dict[str, Any]]
+
+
+def first_night() -> Rows:
+    return {f"k{i}": {"text": f"text {i}", "who": f"w{i}"} for i in range(60)}
+
+
+def spec(folder: Path, **fields: Any) -> JobSpec:
+    given = {"path": str(folder / "in"), "id_column": "id", "carry": ["who"]}
+    return job(folder, **({"input": given, "incremental": True, "sharding": {"max_rows": 25}} | fields))
+
+
+def night(
+    folder: Path, store: Store, name: str, rows: Rows, *, dead: Any = lambda _: None, **fields: Any
+) -> Plan:
+    """One run over `rows`, whose answers name the night."""
+    write_input(folder, [{"id": k, **v} for k, v in rows.items()])
+    plan = split(store, spec(folder, **fields), name)
+    publish_run(store, plan, answer=lambda r: f"{name}: {r['input']['text']}", dead=dead)
+    assert standing_of(store, plan).rows == plan.rows
+    return plan
+
+
+def results(store: Store, name: str) -> Rows:
+    return {r["custom_id"]: r for r in table_rows(store, "job/results", run_id=name)}
+
+
+def test_only_changed_and_new_rows_run(tmp_path: Path, store: Store) -> None:
+    rows = first_night()
+    assert night(tmp_path, store, "one", rows).changes == {"new": 60}
+    rows["k3"]["text"] = "edited"
+    rows["k4"]["who"] = "somebody else"  # carried only: no reason to pay
+    del rows["k5"]
+    rows = dict(reversed(rows.items())) | {"new": {"text": "added", "who": "me"}}
+    plan = night(tmp_path, store, "two", rows)
+    assert plan.changes == {"changed": 1, "new": 1, "unchanged": 58}
+    assert plan.kept is not None
+    assert (plan.kept.rows, plan.kept.removed, plan.rows) == (58, 1, 2)
+    sent = [*frozen_rows(store, plan), *frozen_copies(store, plan)]
+    assert {(r["custom_id"], r["change"]) for r in sent} == {("k3", "changed"), ("new", "new")}
+    found = results(store, "two")
+    assert found["k3"]["output"] == "two: edited"
+    assert found["k4"]["output"] == "one: text 4"
+    assert found["k4"]["who"] == "somebody else"
+    assert (found["k4"]["answered_in"], found["k4"]["change"]) == ("one", "unchanged")
+    assert found["k4"]["row_id"] == list(rows).index("k4")
+    assert (found["k5"]["change"], found["k5"]["output"]) == ("removed", None)
+    assert found["k5"]["row_id"] < 0
+    assert set(found) == set(rows) | {"k5"}
+    assert len(results(store, "one")) == 60
+
+
+def test_nothing_changed_sends_nothing(tmp_path: Path, store: Store) -> None:
+    night(tmp_path, store, "one", first_night())
+    plan = night(tmp_path, store, "two", first_night())
+    assert (plan.rows, plan.shards, plan.changes) == (0, [], {"unchanged": 60})
+    assert {r["output"][:3] for r in results(store, "two").values()} == {"one"}
+
+
+def test_changed_template_runs_everything_and_says_so_first(tmp_path: Path, store: Store) -> None:
+    night(tmp_path, store, "one", first_night())
+    plan = night(tmp_path, store, "two", first_night(), prompt={"template": "New: {{ text }}"})
+    assert plan.changes == {"template changed": 60}
+    assert "since run 'one' in prompt.template: 60 rows that had a result run again" in plan.warnings[0]
+    plan = night(tmp_path, store, "three", first_night(), prompt={"template": "New: {{ text }}"})
+    assert plan.changes == {"unchanged": 60}
+
+
+def test_dead_rows_run_again(tmp_path: Path, store: Store) -> None:
+    night(tmp_path, store, "one", first_night(), dead=lambda i: Reason.TIMED_OUT if i < 5 else None)
+    plan = night(tmp_path, store, "two", first_night())
+    assert plan.changes == {"failed before": 5, "unchanged": 55}
+    assert len(results(store, "two")) == 60
+
+
+def test_replayed_rows_keep_their_result(tmp_path: Path, store: Store) -> None:
+    home = night(tmp_path, store, "one", first_night(), dead=lambda i: Reason.TIMED_OUT if i < 5 else None)
+    replay = prepare_replay(store, home.folder, "again", overrides={"sampling": {"max_tokens": 3}})
+    publish_run(store, replay, answer=lambda _: "replayed")
+    plan = night(tmp_path, store, "two", first_night())
+    assert plan.changes == {"unchanged": 60}
+    assert Counter(r["output"] for r in results(store, "two").values())["replayed"] == 5
+
+
+@pytest.mark.parametrize(
+    ("policy", "outputs"), [("tombstone", [None, None]), ("keep", [None, "one: text 7"])]
+)
+def test_removed_rows_over_several_nights(
+    tmp_path: Path, store: Store, policy: str, outputs: list[Any]
+) -> None:
+    rows = first_night()
+    night(tmp_path, store, "one", rows, removed_rows=policy)
+    gone = rows.pop("k7")
+    night(tmp_path, store, "two", rows, removed_rows=policy)
+    assert results(store, "two")["k7"]["output"] == outputs[1]
+    night(tmp_path, store, "three", rows, removed_rows=policy)
+    assert ("k7" in results(store, "three")) == (policy == "keep")
+    plan = night(tmp_path, store, "four", {**rows, "k7": gone}, removed_rows=policy)
+    assert plan.changes == ({"unchanged": 60} if policy == "keep" else {"new": 1, "unchanged": 59})
+    assert results(store, "four")["k7"]["output"] is not None
+
+
+def test_copies_and_exports(tmp_path: Path, store: Store) -> None:
+    import json
+
+    export = [{"format": "jsonl", "path": str(tmp_path / "{run_id}.jsonl")}]
+    rows = {f"k{i}": {"text": f"text {i % 10}", "who": ""} for i in range(40)}
+    night(tmp_path, store, "one", rows, export=export)
+    rows["k12"]["text"] = rows["k13"]["text"] = "both"
+    plan = night(tmp_path, store, "two", rows, export=export)
+    assert (plan.rows, plan.shards[0].sent) == (2, 1)
+    lines = [json.loads(x) for x in (tmp_path / "two.jsonl").read_text().splitlines()]
+    assert [x["custom_id"] for x in lines] == list(rows)
+
+
+def test_increment_needs_ids(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"needs `input\.id_column`"):
+        job(tmp_path, incremental=True)

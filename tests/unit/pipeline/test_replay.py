@@ -1,0 +1,199 @@
+"""Replay: exactly the dead rows, merged back in place, whoever else replays at the same time."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from airflow_batchinfer.errors import InputError, PlanChangedError, SpecError, StaleLedgerError, StoreError
+from airflow_batchinfer.pipeline.merge import merge
+from airflow_batchinfer.pipeline.reconcile import reconcile
+from airflow_batchinfer.pipeline.replay import prepare_replay
+from airflow_batchinfer.pipeline.split import split
+from airflow_batchinfer.pipeline.standing import standing_of
+from airflow_batchinfer.run.layout import RunLayout
+from airflow_batchinfer.run.outcome import Reason
+from airflow_batchinfer.run.plan import Plan
+from airflow_batchinfer.store import Store
+from tests.unit.pipeline.runs import commit_run, frozen_rows, job, publish_run, table_rows, write_input
+
+pytestmark = pytest.mark.airflow_env
+
+ROWS = 120
+
+
+def dead_at_first(row_id: int) -> Reason | None:
+    if row_id % 10 == 0:
+        return Reason.OVER_LONG
+    return Reason.INVALID_OUTPUT if row_id % 11 == 0 else None
+
+
+@pytest.fixture
+def home(tmp_path: Path, store: Store) -> Plan:
+    rows = [{"id": f"k{i}", "text": f"text {i % 100}", "who": f"w{i}"} for i in range(ROWS)]
+    write_input(tmp_path, rows)
+    given = {"path": str(tmp_path / "in"), "id_column": "id", "carry": ["who"]}
+    plan = split(store, job(tmp_path, input=given, sharding={"max_rows": 30}), "home")
+    publish_run(store, plan, dead=dead_at_first)
+    return plan
+
+
+def dead_rows(*reasons: Reason) -> set[int]:
+    """Rows that die first, with their copies (rows 100 to 119 copy rows 0 to 19)."""
+    chosen = {i for i in range(100) if dead_at_first(i) in (reasons or tuple(Reason))}
+    return chosen | {i + 100 for i in chosen if i < 20}
+
+
+def check_sums(store: Store, home: Plan) -> dict[str, int]:
+    standing = standing_of(store, home)
+    results = table_rows(store, "job/results", run_id="home")
+    letters = table_rows(store, "dead_letters", run_id="home")
+    assert sorted(r["row_id"] for r in letters) == sorted(dead_rows())
+    unresolved = {r["row_id"] for r in letters if r["status"] != "resolved"}
+    assert sorted([*(r["row_id"] for r in results), *unresolved]) == list(range(ROWS))
+    for row in results:
+        assert (row["custom_id"], row["who"]) == (f"k{row['row_id']}", f"w{row['row_id']}")
+    assert standing.rows == ROWS
+    return dict(Counter(r["status"] for r in letters))
+
+
+def test_replays_exactly_the_dead_rows_of_the_reasons_asked_for(store: Store, home: Plan) -> None:
+    plan = prepare_replay(store, home.folder, "again", reasons=["over_long"])
+    assert plan.rows == len(dead_rows(Reason.OVER_LONG))
+    assert {r["row_id"] for r in frozen_rows(store, plan)} == set(range(0, 100, 10))
+    publish_run(store, plan)
+    assert check_sums(store, home) == {
+        "resolved": len(dead_rows(Reason.OVER_LONG)),
+        "open": len(dead_rows(Reason.INVALID_OUTPUT)),
+    }
+    assert not table_rows(store, "job/results", run_id="again")
+    rows = table_rows(store, "job/results", answered_in="again")
+    assert {r["row_id"] for r in rows} == dead_rows(Reason.OVER_LONG)
+    assert {r["run_fingerprint"] for r in rows} == {home.fingerprint}
+
+
+def test_overrides_change_the_job_and_nothing_else(store: Store, home: Plan) -> None:
+    overrides = {"prompt": {"template": "Short: {{ text }} {{ who }}"}, "sampling": {"max_tokens": 9}}
+    plan = prepare_replay(store, home.folder, "again", overrides=overrides)
+    assert plan.spec.prompt.template == "Short: {{ text }} {{ who }}"
+    assert (plan.spec.sampling.max_tokens, plan.spec.sampling.seed) == (9, home.spec.sampling.seed)
+    assert plan.fingerprint != home.fingerprint
+    assert set(frozen_rows(store, plan)[0]["input"]) == {"text", "who"}
+    publish_run(store, plan)
+    assert check_sums(store, home) == {"resolved": len(dead_rows())}
+
+
+def test_rows_that_die_again_say_so(store: Store, home: Plan) -> None:
+    plan = prepare_replay(store, home.folder, "again")
+    publish_run(store, plan, dead=lambda i: Reason.TIMED_OUT if i < 50 else None)
+    counts = check_sums(store, home)
+    assert set(counts) == {"resolved", "replayed"}
+    again = [r for r in table_rows(store, "dead_letters") if r["status"] == "replayed"]
+    assert {(r["reason"], r["attempts"], r["replays"], r["last_run"]) for r in again} == {
+        ("timed_out", 2, 1, "again")
+    }
+    last = prepare_replay(store, home.folder, "last")
+    assert last.rows == counts["replayed"]
+    publish_run(store, last)
+    assert check_sums(store, home) == {"resolved": len(dead_rows())}
+
+
+def test_a_second_replay_changes_nothing_more(store: Store, home: Plan) -> None:
+    publish_run(store, prepare_replay(store, home.folder, "again"))
+    before = table_rows(store, "job/results")
+    empty = prepare_replay(store, home.folder, "twice")
+    assert (empty.rows, empty.shards) == (0, [])
+    assert "no dead letter left" in empty.warnings[-1]
+    publish_run(store, empty)
+    assert table_rows(store, "job/results") == before
+    check_sums(store, home)
+
+
+def test_two_replays_of_the_same_rows_at_once(store: Store, home: Plan) -> None:
+    plans = [prepare_replay(store, home.folder, name) for name in ("left", "right")]
+    for plan in plans:
+        commit_run(store, plan, answer=lambda _, p=plan: p.run_id)
+        reconcile(store, plan.folder)
+    errors: list[BaseException] = []
+
+    def go(folder: str) -> None:
+        try:
+            merge(store, folder)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=go, args=(p.folder,)) for p in plans]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(isinstance(e, StoreError) for e in errors), errors
+    for plan in plans:
+        merge(store, plan.folder)
+    assert check_sums(store, home) == {"resolved": len(dead_rows())}
+    assert (
+        len({r["output"] for r in table_rows(store, "job/results", run_id="home")} & {"left", "right"}) == 1
+    )
+
+
+def test_home_can_be_merged_again(store: Store, home: Plan) -> None:
+    replay = prepare_replay(store, home.folder, "again", reasons=["over_long"])
+    publish_run(store, replay)
+    before = (table_rows(store, "job/results"), table_rows(store, "dead_letters"))
+    for plan in (home, replay, home):
+        store.delete(RunLayout(plan.folder).merge)
+        if plan is replay:
+            merge(store, home.folder)
+        merge(store, plan.folder)
+        assert (table_rows(store, "job/results"), table_rows(store, "dead_letters")) == before
+
+
+def test_same_run_id_gives_the_same_plan(store: Store, home: Plan) -> None:
+    plan = prepare_replay(store, home.folder, "again", reasons=["over_long"])
+    publish_run(store, plan)
+    assert prepare_replay(store, home.folder, "again", reasons=["over_long"]) == plan
+    with pytest.raises(PlanChangedError, match="other rows"):
+        prepare_replay(store, home.folder, "again")
+    with pytest.raises(PlanChangedError, match=r"sampling\.seed"):
+        prepare_replay(
+            store, home.folder, "again", reasons=["over_long"], overrides={"sampling": {"seed": 1}}
+        )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"reasons": ["overlong"]}, SpecError, "unknown reason `overlong`"),
+        ({"overrides": {"input": {"path": "x"}}}, SpecError, "input: a replay cannot change it"),
+        ({"overrides": {"prompt": {"templat": "x"}}}, SpecError, "did you mean `template`"),
+        ({"overrides": {"prompt": {"template": "{{ title }}"}}}, InputError, "the column `title`"),
+        ({"overrides": {"task": {"type": "embed"}}}, StoreError, "column `output` of the table is string"),
+    ],
+)
+def test_what_cannot_be_replayed(
+    store: Store, home: Plan, arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        prepare_replay(store, home.folder, "again", **arguments)
+
+
+def test_replay_of_a_replay_or_of_an_open_run(tmp_path: Path, store: Store, home: Plan) -> None:
+    replay = prepare_replay(store, home.folder, "again")
+    with pytest.raises(SpecError, match="itself a replay"):
+        prepare_replay(store, replay.folder, "more")
+    other = split(store, job(tmp_path), "unfinished")
+    with pytest.raises(StaleLedgerError, match="no ledger"):
+        prepare_replay(store, other.folder, "more")
+
+
+def test_replay_waits_for_its_home_to_be_published(tmp_path: Path, store: Store) -> None:
+    write_input(tmp_path, [{"text": f"text {i}"} for i in range(20)])
+    home = split(store, job(tmp_path), "home")
+    commit_run(store, home, dead=dead_at_first)
+    reconcile(store, home.folder)
+    with pytest.raises(StaleLedgerError, match="not published yet"):
+        publish_run(store, prepare_replay(store, home.folder, "again"))
