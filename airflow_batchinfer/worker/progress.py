@@ -67,7 +67,7 @@ class ProgressWriter:
                 in_flight=in_flight,
                 engine_restarts=restarts,
                 held_seconds=self._held(),
-                seconds_left=left / rows_rate if rows_rate else None,
+                seconds_left=left / rows_rate if rows_rate and tokens_rate else None,
             )
             try:
                 progress.write(self._store, self._layout.progress(shard.shard, shard.epoch))
