@@ -69,7 +69,7 @@ class RunStatus:
 
     @property
     def seconds_left(self) -> float | None:
-        """At the present rate; none while no engine makes tokens (rejected rows say nothing of the others)."""
+        """At the present rate; none while no engine makes tokens: rejected rows tell nothing."""
         rate = self.rows_per_second if self.tokens_per_second > 0 else 0.0
         return (self.plan.rows - self.rows_done) / rate if rate > 0 else None
 
