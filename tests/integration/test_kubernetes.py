@@ -17,6 +17,7 @@ from airflow_batchinfer.run.launch import launches_of
 from airflow_batchinfer.run.layout import RunLayout, run_dir
 from airflow_batchinfer.run.plan import Plan
 from airflow_batchinfer.store import open_store
+from tests.integration.engine_jobs import ENGINE, MODELS
 from tests.integration.runs import job_fields, paid, write_input
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ class PodRun:
                     left.pop(shard)(pod)
             return not left
 
-        wait_until(all_struck, 120)
+        wait_until(all_struck, 300)  # a model on a busy machine starts slowly
 
     def rows_in_parts(self, shard: int) -> Counter[int]:
         import pyarrow.parquet as pq
@@ -140,7 +141,7 @@ class PodRun:
     def transcript(self) -> str:
         """What the issue wants to see: pods, exit codes, retries used, final counts."""
         lines = [f"{self.dag_id} {self.store.uri}"]
-        for shard in range(SHARDS):
+        for shard in (planned.shard for planned in self.plan.shards):
             lines += [
                 f"  shard {shard} pod {launch.pod} on {launch.node}: {launch.fate} (exit {launch.exit_code})"
                 for launch in launches_of(self.store, self.layout, shard)
@@ -213,6 +214,39 @@ def test_pods_reclaimed_evicted_deleted_and_vanished(
     assert len(set(run.pods)) == len(run.pods) == 2 * SHARDS
     assert kube.cluster.running() == []
     assert_no_secret_shows(run, s3_server)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("s3_server", ["juicefs"], indirect=True)  # two engine starts are enough
+def test_the_true_model_survives_a_reclaim(
+    airflow: AirflowApi,
+    kube: KubeServer,
+    s3_server: S3Server,
+    s3_environment: None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    source = write_input(tmp_path / "rows.jsonl", [f"The number after {i} is" for i in range(ROWS)])
+    fields = job_fields(
+        tmp_path,
+        "smollm2",
+        source,
+        model={"name": str(MODELS / "smollm2"), "backend": "vllm", "engine": ENGINE},
+        sampling={"max_tokens": 32},
+        sharding={"max_rows": ROWS},
+        checkpoint={"rows": 8, "grace_seconds": 2},
+        storage_options={"endpoint_url": s3_server.endpoint_url},
+    )
+    run = PodRun(airflow, kube, "model_pod_job", fields | {"store": "s3://batch/jobs"})
+
+    run.strike({0: kube.cluster.reclaim})
+
+    assert run.wait() == "success"
+    with capsys.disabled():
+        print("\n" + run.transcript())
+    assert_each_row_once(run)
+    assert run.fates(0) == [("reclaimed", 75), ("committed", 0)]
+    assert run.tries() == {0: 1}
 
 
 def assert_no_secret_shows(run: PodRun, server: S3Server) -> None:
