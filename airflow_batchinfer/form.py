@@ -137,12 +137,13 @@ def form_params(defaults: str | Path) -> dict[str, Param]:
     """
     file = Path(defaults).resolve()
     given = read_mapping(file)
-    JobSpec.parse({"store": "default", **given})
+    complete = JobSpec.parse({"store": "default", **given}).dump() | {"store": None}
     rest = deepcopy(given)
     params = {}
     for entry in _ENTRIES:
         schema = _schema(entry)
-        default = _take(rest, entry.path, schema.pop("default", None))
+        schema.pop("default", None)
+        default = _take(rest, entry.path, _take(complete, entry.path, None))
         params[entry.name] = Param(default, title=entry.title, section=entry.section, **schema)
     params[ADVANCED] = Param(
         yaml.safe_dump(rest, sort_keys=False, allow_unicode=True) if rest else "",

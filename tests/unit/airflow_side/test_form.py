@@ -89,3 +89,14 @@ def test_fields_of_other_kinds_of_answer_are_left_out(tmp_path, values):
 def test_errors_name_the_field(tmp_path, values, change, message):
     with pytest.raises(SpecError, match=message):
         job_of_form(tmp_path)(values | change)
+
+
+def test_a_spec_with_the_least_fields_fills_a_form_that_can_be_sent(tmp_path):
+    file = tmp_path / "job.yaml"
+    file.write_text(
+        "name: least\ninput: {path: a.csv}\nprompt: {template: '{{ a }}'}\nmodel: {name: m}\n",
+        encoding="utf-8",
+    )
+    values = {name: param.resolve() for name, param in form_params(file).items()}
+    spec = job_of_form(tmp_path)({**values, "store": str(tmp_path)})
+    assert spec == load_spec(file, str(tmp_path))
