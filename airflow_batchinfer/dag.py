@@ -15,6 +15,7 @@ from airflow_batchinfer.operators.job import SpecSource, load_job
 from airflow_batchinfer.operators.merge import MergeOperator
 from airflow_batchinfer.operators.pilot import JudgePilotOperator
 from airflow_batchinfer.operators.reconcile import ReconcileOperator
+from airflow_batchinfer.operators.replay import PrepareReplayOperator, replay_params
 from airflow_batchinfer.operators.report import ReportOperator
 from airflow_batchinfer.operators.retry import FailureRetryPolicy
 from airflow_batchinfer.operators.split import SplitOperator
@@ -122,18 +123,59 @@ def batch_inference(
     return dag
 
 
+def replay_dead_letters(
+    dag_id: str = "replay_dead_letters",
+    *,
+    job: str | None = None,
+    runtime: Runtime = "local",
+    max_parallel_shards: int | None = None,
+    pool: str | None = None,
+    pool_slots: int = 1,
+    retries: int = 2,
+    retry_delay: timedelta = timedelta(seconds=30),
+    store_conn_id: str | None = None,
+    infer_arguments: Mapping[str, Any] | None = None,
+    **dag_arguments: Any,
+) -> DAG:
+    """Build prepare_replay → infer (mapped) → reconcile → validate → merge → report → gate.
+
+    Its form names the run whose dead letters run again, and what to change, see `replay_params`.
+
+    Args:
+        dag_id: the DAG's id.
+        job: the job's name, filled in.
+        runtime: see `Runtime`.
+        max_parallel_shards: see `PipelineOptions`; so are the next six.
+        pool: Airflow pool of the infer tasks.
+        pool_slots: slots that one infer task takes.
+        retries: retries of a task after a failure that may pass.
+        retry_delay: wait before the first retry.
+        store_conn_id: AWS connection of an `s3://` store.
+        infer_arguments: more arguments of the infer operator.
+        dag_arguments: arguments of `airflow.sdk.DAG`.
+    """
+    options = PipelineOptions(
+        runtime=runtime,
+        max_parallel_shards=max_parallel_shards,
+        pool=pool,
+        pool_slots=pool_slots,
+        retries=retries,
+        retry_delay=retry_delay,
+        store_conn_id=store_conn_id,
+        infer_arguments=infer_arguments or {},
+    )
+    dag_arguments.setdefault("schedule", None)
+    with DAG(dag_id=dag_id, params=replay_params(job), **dag_arguments) as dag:
+        prepare = PrepareReplayOperator(task_id="prepare_replay", **_patient(options))
+        _build_rest(prepare, prepare, None, options)
+    return dag
+
+
 def _build_tasks(
     spec: SpecSource, job: JobSpec | None, options: PipelineOptions, *, refuse_unknown_conf: bool
 ) -> None:
     """Make the tasks in the open DAG or task group. The trigger rules carry promise 5."""
-    common: dict[str, Any] = {"store_conn_id": options.store_conn_id}
-    patient: dict[str, Any] = {
-        **common,
-        "retries": options.retries,
-        "retry_delay": options.retry_delay,
-        "retry_exponential_backoff": 2.0,
-        "retry_policy": FailureRetryPolicy(),
-    }
+    patient = _patient(options)
     pilot_first = options.pilot if options.pilot is not None else bool(job and job.pilot)
     split = SplitOperator(
         task_id="split",
@@ -143,14 +185,44 @@ def _build_tasks(
         doc_yaml=job.to_yaml() if job else None,
         **patient,
     )
-    run = {"split_task_id": split.task_id}
     fleet: BaseOperator = split
     if pilot_first:
         pilot = _infer(options, job, "pilot", split, patient)
         fleet = JudgePilotOperator(
-            task_id="judge_pilot", trigger_rule=TriggerRule.NONE_FAILED, **run, **patient
+            task_id="judge_pilot",
+            trigger_rule=TriggerRule.NONE_FAILED,
+            split_task_id=split.task_id,
+            **patient,
         )
         chain(pilot, fleet)
+    _build_rest(split, fleet, job, options)
+
+
+def _patient(options: PipelineOptions) -> dict[str, Any]:
+    """Arguments of tasks that are tried again."""
+    return {
+        "store_conn_id": options.store_conn_id,
+        "retries": options.retries,
+        "retry_delay": options.retry_delay,
+        "retry_exponential_backoff": 2.0,
+        "retry_policy": FailureRetryPolicy(),
+    }
+
+
+def _build_rest(
+    planner: BaseOperator, fleet: BaseOperator, job: JobSpec | None, options: PipelineOptions
+) -> None:
+    """Make the tasks from infer on.
+
+    Args:
+        planner: the task that plans the run.
+        fleet: the task that returns the bundles to infer.
+        job: the job, if it is known yet.
+        options: see `PipelineOptions`.
+    """
+    patient = _patient(options)
+    common: dict[str, Any] = {"store_conn_id": options.store_conn_id}
+    run = {"split_task_id": planner.task_id}
     infer = _infer(options, job, "infer", fleet, patient)
     reconcile = ReconcileOperator(task_id="reconcile", trigger_rule=TriggerRule.ALL_DONE, **run, **common)
     validate = ValidateOperator(task_id="validate", **run, **patient)

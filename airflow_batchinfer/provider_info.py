@@ -17,6 +17,8 @@ _OPERATORS = (
     "report",
     "gate",
     "stop",
+    "replay",
+    "housekeeping",
 )
 
 

@@ -40,10 +40,11 @@ _POOL_BYTES = 32 * 1024 * 1024
 
 
 class Measure:
-    """One step's time in seconds and peak resident memory in MiB."""
+    """One step's time and processor time in seconds, and its peak resident memory in MiB."""
 
-    def __init__(self, seconds: float, peak_mib: float) -> None:
+    def __init__(self, seconds: float, cpu_seconds: float, peak_mib: float) -> None:
         self.seconds = seconds
+        self.cpu_seconds = cpu_seconds
         self.peak_mib = peak_mib
 
 
@@ -214,7 +215,7 @@ def measured(step: str, folder: Path, rows: int) -> Measure:
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=_environment(folder))
     measure = json.loads(done.stdout.splitlines()[-1])
     assert measure["seconds"] <= time.monotonic() - before
-    return Measure(measure["seconds"], measure["peak_mib"])
+    return Measure(measure["seconds"], measure["cpu_seconds"], measure["peak_mib"])
 
 
 def main() -> None:
@@ -233,8 +234,9 @@ def main() -> None:
         started = time.monotonic()
         STEPS[arguments.step](arguments.folder.resolve(), sizes[0])
         seconds = time.monotonic() - started
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        print(json.dumps({"step": arguments.step, "rows": sizes[0], "seconds": seconds, "peak_mib": peak}))
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        measure = Measure(seconds, used.ru_utime + used.ru_stime, used.ru_maxrss / 1024)
+        print(json.dumps({"step": arguments.step, "rows": sizes[0], **vars(measure)}))
         return
     measures: dict[int, dict[str, Measure]] = {}
     for rows in sizes:
@@ -251,7 +253,10 @@ def main() -> None:
 
 def table(measures: dict[int, dict[str, Measure]]) -> str:
     """The measures as a Markdown table with the ratios to the copy."""
-    lines = ["| rows | step | seconds | of the copy | limit | peak MiB |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| rows | step | seconds | of the copy | limit | processor seconds | of the copy | peak MiB |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
     for rows, steps in measures.items():
         for step in ("copy", *LIMITS):
             m = steps[step]

@@ -18,14 +18,20 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from airflow_batchinfer.errors import PlanChangedError, SpecError
+from airflow_batchinfer.errors import InputError, PlanChangedError, SpecError
 from airflow_batchinfer.pipeline.answered import AnsweredBatch
 from airflow_batchinfer.pipeline.freeze import freeze, storable
 from airflow_batchinfer.pipeline.merge import answered_of_run, current_ledger
 from airflow_batchinfer.pipeline.outputs import OutputColumns
-from airflow_batchinfer.pipeline.results import carried_schema
+from airflow_batchinfer.pipeline.results import carried_schema, newest_published
 from airflow_batchinfer.pipeline.scratch import scratch_folder
-from airflow_batchinfer.pipeline.split import check_writable, existing_plan, load_plan, write_plan
+from airflow_batchinfer.pipeline.split import (
+    check_writable,
+    existing_plan,
+    load_plan,
+    newest_plan,
+    write_plan,
+)
 from airflow_batchinfer.pipeline.standing import resolved_rows
 from airflow_batchinfer.pipeline.tables import check_table_types, dataset_of, open_table
 from airflow_batchinfer.run.epoch import new_epoch
@@ -116,6 +122,23 @@ def prepare_replay(
         replay_of=of,
     )
     return write_plan(store, plan)
+
+
+def published_folder(store: Store, job: str, run_id: str | None) -> str:
+    """Folder of a run to replay: the one named, or the job's newest published one.
+
+    Raises:
+        InputError: there is no such run.
+    """
+    if run_id is None:
+        newest = newest_published(store, job)
+        if newest is None:
+            raise InputError(f"job {job!r} has no published run in {store.uri}")
+        run_id = newest.run_id
+    plan = newest_plan(store, job, run_id)
+    if plan is None:
+        raise InputError(f"{store.uri} holds no run {run_id!r} of job {job!r}: list them with `runs {job}`")
+    return plan.folder
 
 
 class LetterReader:

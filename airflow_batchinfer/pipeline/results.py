@@ -117,7 +117,7 @@ class ResultColumns:
         return pa.record_batch([to_type(everything[f.name], f.type) for f in schema], schema=schema)
 
 
-def newest_published(store: Store, job: str, *, other_than: str) -> PublishedRows | None:
+def newest_published(store: Store, job: str, *, other_than: str | None = None) -> PublishedRows | None:
     """The newest run in a job's results table, by when it was planned, but `other_than`; or none.
 
     Raises:

@@ -86,6 +86,14 @@ def load_plan(store: Store, folder: str) -> Plan:
         raise InputError(f"{store.uri_of(folder)} has no plan: run split first") from error
 
 
+def newest_plan(store: Store, job: str, run_id: str) -> Plan | None:
+    """The plan of a run's newest generation; none if there is none. Raises `CorruptError`."""
+    generation = 0
+    while store.exists(RunLayout(run_dir(job, run_id, generation + 1)).plan):
+        generation += 1
+    return load_plan(store, run_dir(job, run_id, generation)) if generation else None
+
+
 def write_plan(store: Store, plan: Plan) -> Plan:
     """Write a plan, unless another attempt was first: then that one holds."""
     layout = RunLayout(plan.folder)
@@ -117,12 +125,9 @@ def existing_plan(store: Store, spec: JobSpec, run_id: str) -> tuple[Plan | None
     Raises:
         SpecError, PlanChangedError, CorruptError: as `split`.
     """
-    generation = 0
-    while store.exists(RunLayout(run_dir(spec.name, run_id, generation + 1)).plan):
-        generation += 1
-    if not generation:
+    plan = newest_plan(store, spec.name, run_id)
+    if plan is None:
         return None, 1
-    plan = load_plan(store, run_dir(spec.name, run_id, generation))
     if plan.run_id != run_id:
         raise SpecError(
             f"the folder {store.uri_of(plan.folder)} belongs to the run {plan.run_id!r}, not {run_id!r}: "
@@ -132,7 +137,7 @@ def existing_plan(store: Store, spec: JobSpec, run_id: str) -> tuple[Plan | None
     changed = changed_fields(deciding_fields(plan.spec), deciding_fields(spec))
     damage = _missing_file(store, plan)
     if restart and (changed or damage):
-        return None, generation + 1
+        return None, plan.generation + 1
     if changed:
         raise PlanChangedError(
             f"run {run_id!r} of job {spec.name!r} has a plan, and the job has changed since in "
@@ -148,7 +153,7 @@ def existing_plan(store: Store, spec: JobSpec, run_id: str) -> tuple[Plan | None
         # What decides neither rows nor outputs (tolerances, retries, checks, exports) is adopted.
         plan = plan.model_copy(update={"spec": spec})
         plan.write(store, RunLayout(plan.folder).plan)
-    return plan, generation
+    return plan, plan.generation
 
 
 def _missing_file(store: Store, plan: Plan) -> str | None:

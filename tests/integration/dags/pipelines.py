@@ -8,7 +8,7 @@ from typing import Any
 
 from airflow.sdk import DAG, Param, task
 
-from airflow_batchinfer.dag import batch_inference
+from airflow_batchinfer.dag import batch_inference, replay_dead_letters
 from airflow_batchinfer.spec import JobSpec
 from airflow_batchinfer.spec_files import load_spec
 
@@ -53,3 +53,5 @@ with DAG("somebodys_own", params=PARAMS) as somebodys_own:
 
     inference = batch_inference(job_of_conf, group_id="inference", retries=0)
     before() >> inference >> after(somebodys_own.get_task("inference.gate").output)
+
+replay = replay_dead_letters("replay", retries=0)
