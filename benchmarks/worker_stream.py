@@ -26,6 +26,7 @@ from benchmarks.peers.job import Job
 from benchmarks.peers.measure import Measured, run
 
 OURS = "ours"
+_MAX_TOKENS = 32
 
 
 def stream_rate(measured: Measured) -> float:
@@ -51,7 +52,7 @@ class Trial:
 
 TRIALS = (
     Trial("(a) uniform prompts", "uniform", EQUAL, {"llm_chat": 0.97}, stream_rate),
-    Trial("(a) shared prefixes, tight KV cache", "shared-prefix", TIGHT, {"llm_chat": 1.3}, stream_rate),
+    Trial("(a) shared prefixes, tight KV cache", "documents", TIGHT, {"llm_chat": 1.3}, stream_rate),
     Trial(
         "(b) mixed prompts, equal arguments",
         "mixed",
@@ -114,6 +115,7 @@ def _once(trial: Trial, scratch: Path, arguments: argparse.Namespace) -> dict[st
             system=SYSTEM,
             template=TEMPLATE,
             engine=dict(trial.engine),
+            max_tokens=_MAX_TOKENS,
         )
         job.save(folder / "job.json")
         if peer == OURS:

@@ -95,6 +95,14 @@ def shared_prefix(count: int, rng: random.Random) -> Iterator[str]:
     yield from rows
 
 
+def documents(count: int, rng: random.Random) -> Iterator[str]:
+    """Sixteen documents of 400 words, each asked about several times, shuffled: more than a cache holds."""
+    texts = [_text(rng, 400) for _ in range(16)]
+    rows = [f"{texts[i % 16]}\n\nQuestion: {_text(rng, 12)}?" for i in range(count)]
+    rng.shuffle(rows)
+    yield from rows
+
+
 def duplicates(count: int, rng: random.Random) -> Iterator[str]:
     """Three in ten texts are repeats of another."""
     distinct = [_text(rng, 80) for _ in range(round(count * 0.7))]
@@ -119,6 +127,7 @@ SETS: dict[str, Callable[[int, random.Random], Iterator[str]]] = {
     "uniform": uniform,
     "long-tailed": long_tailed,
     "shared-prefix": shared_prefix,
+    "documents": documents,
     "duplicates": duplicates,
     "mixed": mixed,
 }
