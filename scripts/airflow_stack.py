@@ -99,6 +99,14 @@ class AirflowApi:
         run: dict[str, str] = self.call("POST", f"/dags/{dag_id}/dagRuns", json=body)
         return run["dag_run_id"]
 
+    def fail_unfinished(self, dag_id: str) -> list[str]:
+        """Mark runs that an interrupted Airflow left unfinished as failed, or it would go on with them."""
+        path = f"/dags/{dag_id}/dagRuns"
+        found = self.call("GET", path, params={"state": ["queued", "running"], "limit": 100})["dag_runs"]
+        for run in found:
+            self.call("PATCH", f"{path}/{quote(run['dag_run_id'], safe='')}", json={"state": "failed"})
+        return [run["dag_run_id"] for run in found]
+
     def run_state(self, dag_id: str, run_id: str) -> str:
         """The run's state."""
         state: str = self.call("GET", f"/dags/{dag_id}/dagRuns/{quote(run_id, safe='')}")["state"]

@@ -123,6 +123,7 @@ def _run(stack: AirflowStack) -> str:
         line.show("starting Airflow (half a minute)")
         stack.start()
         stack.api.wait_for_dag(DAG_ID)
+        stack.api.fail_unfinished(DAG_ID)
         run_id = stack.api.trigger(DAG_ID, run_id=f"demo-{datetime.now():%Y%m%d-%H%M%S}")
         line.show(f"triggered {DAG_ID}, run {run_id}")
         state = _watch(stack, run_id, line)
