@@ -32,7 +32,7 @@ MAX_MAPPED_TASKS = 1024
 """Airflow's default `[core] max_map_length`: a longer list fails the task that returns it."""
 
 _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-_RESERVED_OUTPUT_COLUMNS = frozenset(
+RESERVED_OUTPUT_COLUMNS = frozenset(
     {
         "row_id",
         "custom_id",
@@ -303,9 +303,9 @@ class OutputSpec(_Strict):
     @field_validator("column")
     @classmethod
     def _free(cls, value: str) -> str:
-        if value in _RESERVED_OUTPUT_COLUMNS or not value.strip():
+        if value in RESERVED_OUTPUT_COLUMNS or not value.strip():
             raise ValueError(
-                f"`{value}` is taken by the results table; reserved: {sorted(_RESERVED_OUTPUT_COLUMNS)}"
+                f"`{value}` is taken by the results table; reserved: {sorted(RESERVED_OUTPUT_COLUMNS)}"
             )
         return value
 
@@ -569,7 +569,7 @@ class JobSpec(_Strict):
     def _fits_together(self) -> Self:
         for column in self.carried:
             name = self.output.carry_prefix + column
-            if name in _RESERVED_OUTPUT_COLUMNS or name == self.output.column:
+            if name in RESERVED_OUTPUT_COLUMNS or name == self.output.column:
                 raise ValueError(
                     f"carried column `{name}` collides with a column of the results table; "
                     "set `output.carry_prefix` or `output.column`"

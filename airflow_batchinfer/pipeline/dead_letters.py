@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from airflow_batchinfer.pipeline.answered import AnsweredBatch
+from airflow_batchinfer.pipeline.duck import duck_type
 from airflow_batchinfer.run.outcome import Outcome
 from airflow_batchinfer.run.plan import Plan
 
@@ -89,7 +90,7 @@ class LetterWriter:
         return pa.record_batch([columns[name] for name in SCHEMA.names], schema=SCHEMA)
 
     def _as_json(self, inputs: pa.StructArray) -> pa.Array:
-        self._connection.register("inputs", pa.table({"input": inputs}))
+        self._connection.register("inputs", pa.table({"input": inputs.cast(duck_type(inputs.type))}))
         table = self._connection.sql("SELECT to_json(input)::VARCHAR AS input FROM inputs").to_arrow_table()
         self._connection.unregister("inputs")
         return table["input"].combine_chunks()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import duckdb
+import pyarrow as pa
 
 from airflow_batchinfer.errors import StoreError
 
@@ -64,3 +65,29 @@ def sql_name(name: str) -> str:
 def sql_text(text: str) -> str:
     """A text as an SQL literal."""
     return "'" + text.replace("'", "''") + "'"
+
+
+def duck_type(kind: pa.DataType, *, exact: bool = False) -> pa.DataType:
+    """A type that DuckDB reads in a type's place.
+
+    Args:
+        kind: any Arrow type.
+        exact: keep every bit, so that values can be told apart; else times stay readable as times, though
+            nanoseconds may be lost.
+    """
+    types = pa.types
+    if types.is_dictionary(kind) or types.is_run_end_encoded(kind):
+        return duck_type(kind.value_type, exact=exact)
+    if types.is_duration(kind) or (exact and types.is_time64(kind)):
+        return pa.int64()
+    if exact and types.is_timestamp(kind) and kind.unit == "ns":
+        return pa.int64()
+    if types.is_decimal256(kind):
+        return pa.string()
+    if types.is_float16(kind):
+        return pa.float32()
+    if types.is_struct(kind):
+        return pa.struct([f.with_type(duck_type(f.type, exact=exact)) for f in kind.fields])
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        return pa.large_list(kind.value_field.with_type(duck_type(kind.value_type, exact=exact)))
+    return kind

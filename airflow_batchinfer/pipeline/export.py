@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from airflow_batchinfer.pipeline.duck import MEMORY_LIMIT, sql_name, sql_text
+from airflow_batchinfer.pipeline.duck import MEMORY_LIMIT, duck_type, sql_name, sql_text
 from airflow_batchinfer.pipeline.shuffle import Shuffle
 from airflow_batchinfer.pipeline.streams import arrow_stream
 from airflow_batchinfer.run.layout import safe_run_id
@@ -75,9 +75,10 @@ def _write(plan: Plan, export: ExportSpec, rows: OrderedRows, scratch: Path) -> 
 def _write_text(format_: str, rows: OrderedRows, local: Path) -> None:
     options = "FORMAT json" if format_ == "jsonl" else "FORMAT csv, HEADER"
     columns = ", ".join(_column(f, format_) for f in rows.schema)
+    schema = pa.schema([f.with_type(duck_type(f.type)) for f in rows.schema])
     with (
         duckdb.connect(config={"threads": 1, "memory_limit": MEMORY_LIMIT}) as connection,
-        arrow_stream(rows.schema, iter(rows)) as reader,
+        arrow_stream(schema, (batch.cast(schema) for batch in rows)) as reader,
     ):
         connection.register("results", reader)
         connection.execute(f"COPY (SELECT {columns} FROM results) TO {sql_text(str(local))} ({options})")

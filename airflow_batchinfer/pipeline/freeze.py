@@ -353,9 +353,13 @@ class _Places:
 
 
 def storable(kind: pa.DataType) -> pa.DataType:
-    """The type in which a column stands in a shard's files: dictionaries are spelled out."""
+    """The type in which a column stands in a shard's files: dictionaries and views are spelled out."""
     if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
         return storable(kind.value_type)
+    if pa.types.is_string_view(kind):
+        return pa.large_string()
+    if pa.types.is_binary_view(kind):
+        return pa.large_binary()
     if pa.types.is_struct(kind):
         return pa.struct([f.with_type(storable(f.type)) for f in kind.fields])
     if pa.types.is_list(kind):

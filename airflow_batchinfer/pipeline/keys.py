@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from airflow_batchinfer.errors import InputError
-from airflow_batchinfer.pipeline.duck import scalar
+from airflow_batchinfer.pipeline.duck import duck_type, scalar
 from airflow_batchinfer.pipeline.prediction import BYTES_PER_TOKEN, Prediction
 from airflow_batchinfer.pipeline.readers import Reader
 from airflow_batchinfer.pipeline.streams import arrow_stream
@@ -97,7 +97,7 @@ class _Numbered:
     def __init__(self, reader: Reader, columns: list[str]) -> None:
         self._reader = reader
         self._columns = columns
-        self.fields = [_exact(reader.schema.field(c)) for c in columns]
+        self.fields = [f.with_type(duck_type(f.type, exact=True)) for f in map(reader.schema.field, columns)]
         self.rows = 0
 
     def schema(self, names: list[str]) -> pa.Schema:
@@ -113,21 +113,6 @@ class _Numbered:
             self.rows += batch.num_rows
             values = [c.cast(f.type) for c, f in zip(batch.columns, self.fields, strict=True)]
             yield pa.record_batch([ids, *values], schema=schema)
-
-
-def _exact(field: pa.Field) -> pa.Field:
-    """The field as a type that DuckDB keeps every bit of."""
-    kind = field.type
-    if pa.types.is_dictionary(kind):
-        return _exact(field.with_type(kind.value_type))
-    lossy = (
-        (pa.types.is_timestamp(kind) and kind.unit == "ns")
-        or pa.types.is_decimal256(kind)
-        or pa.types.is_duration(kind)
-        or pa.types.is_time64(kind)
-        or pa.types.is_float16(kind)
-    )
-    return field.with_type(pa.string()) if lossy else field
 
 
 def _text(name: str, kind: pa.DataType) -> str:

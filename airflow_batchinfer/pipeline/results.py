@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset as ds
 
+from airflow_batchinfer.errors import SpecError
 from airflow_batchinfer.pipeline.answered import AnsweredBatch
 from airflow_batchinfer.pipeline.outputs import OutputColumns
 from airflow_batchinfer.pipeline.tables import dataset_of, delta_type, open_table
@@ -18,6 +19,7 @@ from airflow_batchinfer.run.layout import results_table
 from airflow_batchinfer.run.outcome import Outcome
 from airflow_batchinfer.run.plan import Plan
 from airflow_batchinfer.run.shard import TRACKED_FIELDS
+from airflow_batchinfer.spec import RESERVED_OUTPUT_COLUMNS, JobSpec
 from airflow_batchinfer.store import Store
 
 PARTITION_BY = ("run_id", "merged_by")
@@ -76,7 +78,7 @@ class ResultColumns:
                 pa.field("row_id", pa.int64()),
                 pa.field("custom_id", pa.string()),
                 *(pa.field(name, value.type) for name, value in self._same.items()),
-                *(pa.field(self.prefix + f.name, f.type) for f in self.carried),
+                *(pa.field(self.prefix + f.name, _without_view(f.type)) for f in self.carried),
                 *self.outputs.fields,
                 *_ANSWER_FIELDS,
                 pa.field("copy_of", pa.int64()),
@@ -117,6 +119,24 @@ class ResultColumns:
         return pa.record_batch([to_type(everything[f.name], f.type) for f in schema], schema=schema)
 
 
+def check_result_columns(spec: JobSpec) -> None:
+    """Fail if two columns of the results table would have the same name; Delta ignores case.
+
+    Raises:
+        SpecError: names both, and the remedy.
+    """
+    own = [f.name for f in OutputColumns(spec).fields]
+    seen = {name.lower(): name for name in [*RESERVED_OUTPUT_COLUMNS, *own]}
+    for column in spec.carried:
+        name = spec.output.carry_prefix + column
+        if name.lower() in seen:
+            raise SpecError(
+                f"input.carry: the results table cannot have both `{name}` and `{seen[name.lower()]}`: set "
+                "`output.carry_prefix` or `output.column`, or rename the column in the input"
+            )
+        seen[name.lower()] = name
+
+
 def newest_published(store: Store, job: str, *, other_than: str | None = None) -> PublishedRows | None:
     """The newest run in a job's results table, by when it was planned, but `other_than`; or none.
 
@@ -155,11 +175,14 @@ def carried_schema(plan: Plan) -> pa.Schema:
 
 
 def to_type(values: pa.Array, kind: pa.DataType) -> pa.Array:
-    """Cast, also where Arrow has no direct cast: to text, and to coarser timestamps."""
+    """Cast; timestamps may lose what Delta does not have."""
     if values.type == kind:
         return values
-    if pa.types.is_timestamp(kind) or pa.types.is_date(kind):
-        return values.cast(kind, safe=False)
-    if pa.types.is_string(kind) and (pa.types.is_duration(values.type) or pa.types.is_nested(values.type)):
-        return pa.array([None if v is None else str(v) for v in values.to_pylist()], pa.string())
-    return values.cast(kind)
+    return values.cast(kind, safe=not (pa.types.is_timestamp(kind) or pa.types.is_date(kind)))
+
+
+def _without_view(kind: pa.DataType) -> pa.DataType:
+    """Views of text and bytes as plain ones: Arrow cannot sort them yet."""
+    if pa.types.is_string_view(kind):
+        return pa.large_string()
+    return pa.large_binary() if pa.types.is_binary_view(kind) else kind

@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,8 @@ from airflow_batchinfer.errors import StoreError
 SCRATCH_VARIABLE = "BATCHINFER_SCRATCH"
 """Environment variable that names the folder for scratch files; otherwise the system's own is used."""
 
+_PREFIX = "batchinfer-"
+_ABANDONED_SECONDS = 7 * 24 * 3600.0
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -31,7 +34,8 @@ def scratch_folder(step: str) -> Iterator[Path]:
     parent = os.environ.get(SCRATCH_VARIABLE) or tempfile.gettempdir()
     try:
         Path(parent).mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=f"batchinfer-{step}-", dir=parent))
+        _remove_abandoned(Path(parent))
+        folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{step}-", dir=parent))
     except OSError as error:
         raise StoreError(f"{step}: cannot make a scratch folder in {parent}: {error}") from error
     try:
@@ -45,3 +49,14 @@ def scratch_folder(step: str) -> Iterator[Path]:
         ) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """Remove what killed steps left behind long ago: nobody else would."""
+    for folder in parent.glob(f"{_PREFIX}*"):
+        try:
+            abandoned = time.time() - folder.stat().st_mtime > _ABANDONED_SECONDS
+        except OSError:
+            continue
+        if abandoned:
+            shutil.rmtree(folder, ignore_errors=True)

@@ -15,6 +15,7 @@ from airflow_batchinfer.pipeline.freeze import freeze
 from airflow_batchinfer.pipeline.increment import Increment
 from airflow_batchinfer.pipeline.outputs import OutputColumns
 from airflow_batchinfer.pipeline.readers import open_input
+from airflow_batchinfer.pipeline.results import check_result_columns
 from airflow_batchinfer.pipeline.scratch import scratch_folder
 from airflow_batchinfer.pipeline.tables import check_table_types
 from airflow_batchinfer.run.epoch import new_epoch
@@ -49,6 +50,7 @@ def split(store: Store, spec: JobSpec, run_id: str) -> Plan:
         return plan
     check_expectations(spec)
     layout, epoch = RunLayout(run_dir(spec.name, run_id, generation)), new_epoch()
+    check_result_columns(spec)
     check_writable(store, layout, epoch)
     check_table_types(store, results_table(spec.name), OutputColumns(spec).fields)
     with scratch_folder("split") as scratch:

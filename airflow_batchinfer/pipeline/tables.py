@@ -13,7 +13,7 @@ import pyarrow.fs
 from deltalake import CommitProperties, DeltaTable, Transaction, write_deltalake
 from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundError
 
-from airflow_batchinfer.errors import StoreError
+from airflow_batchinfer.errors import BatchInferError, StoreError
 from airflow_batchinfer.pipeline.streams import arrow_stream
 from airflow_batchinfer.store import Store
 
@@ -93,7 +93,9 @@ def publish(store: Store, key: str, publication: Publication) -> int:
                 ) from error
             time.sleep(random.uniform(0.1, 0.5) * attempt)
             continue
-        except (DeltaError, OSError, ValueError) as error:
+        except BatchInferError:
+            raise
+        except Exception as error:  # delta-rs has no common base for what it raises
             if table is None and open_table(store, key) is not None:
                 continue  # another publication made the table meanwhile
             raise StoreError(f"cannot write the table {uri}: {error}") from error
@@ -191,7 +193,9 @@ def delta_type(kind: pa.DataType) -> pa.DataType:
         return {8: pa.int16(), 16: pa.int32(), 32: pa.int64()}.get(kind.bit_width, pa.decimal128(20, 0))
     if types.is_float16(kind):
         return pa.float32()
-    if types.is_time(kind) or types.is_duration(kind) or types.is_decimal256(kind) or types.is_null(kind):
+    if types.is_duration(kind):
+        return pa.int64()
+    if types.is_time(kind) or types.is_decimal256(kind) or types.is_null(kind):
         return pa.string()
     if types.is_decimal(kind):
         return pa.decimal128(kind.precision, kind.scale)

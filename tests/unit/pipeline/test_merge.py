@@ -304,3 +304,45 @@ def test_exports_are_in_input_order(tmp_path: Path, store: Store) -> None:
     assert [int(x["row_id"]) for x in table] == wanted
     assert table[3]["text"] == 'text, "3"\n'
     assert pq.read_table(tmp_path / "out.parquet")["row_id"].to_pylist() == wanted
+
+
+ODD = pa.table(
+    {
+        "text": pa.array(["a", "b"], pa.string_view()),
+        "my col, x": ["1", "2"],
+        "duration": pa.array([1, 2], pa.duration("ns")),
+        "time": pa.array([1, 2], pa.time64("ns")),
+        "wide": pa.array([Decimal(1), None], pa.decimal256(60, 2)),
+        "half": pa.array([1.0, 2.0], pa.float16()),
+        "map": pa.array([[("a", 1)], None], pa.map_(pa.string(), pa.int64())),
+        "nothing": pa.nulls(2),
+        "pair": pa.array([[1, 2], None], pa.list_(pa.int32(), 2)),
+        "nested": pa.array([[{"a": [{"b": "c\0"}]}], None]),
+    }
+)
+
+
+def test_odd_types_and_names_go_through(tmp_path: Path, store: Store) -> None:
+    write_input(tmp_path, ODD)
+    carried = ODD.column_names[1:]
+    template = "".join(f'{{{{ row["{name}"] }}}}' for name in ODD.column_names)
+    spec = job(
+        tmp_path,
+        input={"path": str(tmp_path / "in"), "carry": carried},
+        prompt={"template": template},
+        export=[{"format": f, "path": str(tmp_path / f"out.{f}")} for f in ("parquet", "jsonl", "csv")],
+    )
+    publish_run(store, split(store, spec, "run"), dead=lambda i: Reason.OVER_LONG if i == 0 else None)
+    exported = pq.read_table(tmp_path / "out.parquet").select(carried)
+    assert exported.to_pylist() == ODD.select(carried).slice(1).to_pylist()
+    (letter,) = table_rows(store, "dead_letters")
+    assert json.loads(letter["input"])["my col, x"] == "1"
+
+
+@pytest.mark.parametrize("names", [["text", "Text"], ["Output"], ["ROW_ID"]])
+def test_columns_that_differ_in_case_only(tmp_path: Path, store: Store, names: list[str]) -> None:
+    from airflow_batchinfer.errors import SpecError
+
+    write_input(tmp_path, [{"text": "a", **dict.fromkeys(names, "b")}])
+    with pytest.raises(SpecError, match=r"cannot have both .* set `output\.carry_prefix`"):
+        split(store, job(tmp_path, input={"path": str(tmp_path / "in"), "carry": names}), "run")

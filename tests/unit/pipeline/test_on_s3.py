@@ -1,0 +1,121 @@
+"""The whole data side with input, store, tables and exports on S3-API servers."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from airflow_batchinfer.errors import InputError
+from airflow_batchinfer.pipeline.housekeeping import delete_runs, vacuum_tables
+from airflow_batchinfer.pipeline.merge import merge
+from airflow_batchinfer.pipeline.replay import prepare_replay
+from airflow_batchinfer.pipeline.split import split
+from airflow_batchinfer.pipeline.standing import standing_of
+from airflow_batchinfer.run.layout import RunLayout
+from airflow_batchinfer.run.outcome import Reason
+from airflow_batchinfer.spec import JobSpec
+from airflow_batchinfer.store import Store, open_store
+from tests.unit.pipeline.runs import frozen_rows, publish_run, table_rows
+
+if TYPE_CHECKING:
+    from tests.s3 import S3Server
+
+pytestmark = pytest.mark.airflow_env
+
+ROWS = [{"id": f"k{i}", "text": f"text {i % 30}", "who": f"w{i}"} for i in range(40)]
+
+
+@pytest.fixture(scope="module", params=["moto", "juicefs"])
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    from tests.s3 import JuiceFSServer, MotoServer
+
+    kind = MotoServer if request.param == "moto" else JuiceFSServer
+    with kind(tmp_path_factory.mktemp(request.param)) as running:
+        yield running
+
+
+@pytest.fixture
+def bucket(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Store:
+    """A store over a prefix of its own, with the credentials in the environment."""
+    for name, value in server.credentials.items():
+        monkeypatch.setenv(name, value)
+    return open_store(f"s3://batch/{uuid.uuid4().hex}", {"endpoint_url": server.endpoint_url})
+
+
+def put_parquet(bucket: Store, key: str, rows: list[dict[str, Any]]) -> None:
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.Table.from_pylist(rows), sink)
+    bucket.write_bytes(key, sink.getvalue().to_pybytes())
+
+
+def job(bucket: Store, path: str, **fields: Any) -> JobSpec:
+    spec: dict[str, Any] = {
+        "name": "job",
+        "store": bucket.uri,
+        "storage_options": bucket.options(),
+        "input": {
+            "path": bucket.uri_of(path),
+            "id_column": "id",
+            "carry": ["who"],
+            "storage_options": bucket.options(),
+        },
+        "prompt": {"template": "{{ text }}"},
+        "model": {"name": "none", "backend": "tests.engines:InstantEngine"},
+        "sharding": {"max_rows": 10},
+    }
+    return JobSpec.parse(spec | fields)
+
+
+def test_whole_run_with_a_replay(bucket: Store) -> None:
+    put_parquet(bucket, "in/a.parquet", ROWS[:25])
+    put_parquet(bucket, "in/b.parquet", ROWS[25:])
+    export = [{"format": "jsonl", "path": bucket.uri_of("out/{run_id}.jsonl")}]
+    plan = split(bucket, job(bucket, "in", export=export), "run")
+    assert plan.rows == 40
+    publish_run(bucket, plan, dead=lambda i: Reason.TIMED_OUT if i == 3 else None)
+    assert [r["who"] for r in table_rows(bucket, "job/results")] == [
+        f"w{i}" for i in range(40) if i not in (3, 33)
+    ]
+    lines = [json.loads(x) for x in bucket.read_bytes("out/run.jsonl").splitlines()]
+    assert [x["row_id"] for x in lines] == [i for i in range(40) if i not in (3, 33)]
+    publish_run(bucket, prepare_replay(bucket, plan.folder, "again"))
+    assert [r["row_id"] for r in table_rows(bucket, "job/results")] == list(range(40))
+    assert (standing_of(bucket, plan).resolved, standing_of(bucket, plan).dead) == (2, 0)
+    bucket.delete(RunLayout(plan.folder).merge)
+    merge(bucket, plan.folder)
+    assert [r["row_id"] for r in table_rows(bucket, "job/results")] == list(range(40))
+    assert vacuum_tables(bucket, "job").objects == 0
+    assert delete_runs(bucket, "job", timedelta(days=-1)).runs == [
+        "job/runs/again",
+        "job/runs/run",
+    ]
+    assert len(table_rows(bucket, "job/results")) == 40
+
+
+@pytest.mark.parametrize("name", ["in/a.jsonl", "in/a.csv", "in/*.jsonl"])
+def test_text_inputs_and_globs(bucket: Store, name: str) -> None:
+    if name.endswith("csv"):
+        text = "id,text,who\n" + "".join(f"{r['id']},{r['text']},{r['who']}\n" for r in ROWS)
+    else:
+        text = "".join(json.dumps(r) + "\n" for r in ROWS)
+    bucket.write_bytes(name.replace("*", "a"), text.encode())
+    plan = split(bucket, job(bucket, name), "run")
+    texts = {r["row_id"]: r["input"]["text"] for r in frozen_rows(bucket, plan)}
+    assert texts == {i: f"text {i}" for i in range(30)}
+    assert plan.input.files[0].uri == bucket.uri_of(name.replace("*", "a"))
+
+
+def test_delta_table_and_a_missing_object(bucket: Store) -> None:
+    from deltalake import write_deltalake
+
+    write_deltalake(bucket.uri_of("in"), pa.Table.from_pylist(ROWS), storage_options=bucket.delta_options())
+    assert split(bucket, job(bucket, "in"), "run").rows == 40
+    with pytest.raises(InputError, match="no such object"):
+        split(bucket, job(bucket, "nothing", name="other"), "run")
