@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-import duckdb
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from airflow_batchinfer.pipeline.answered import AnsweredBatch
-from airflow_batchinfer.pipeline.duck import duck_type
+from airflow_batchinfer.pipeline.duck import Converter, duck_type
 from airflow_batchinfer.run.outcome import Outcome
 from airflow_batchinfer.run.plan import Plan
 
@@ -51,13 +50,13 @@ PARTITION_BY = ("job", "run_id")
 
 
 class LetterWriter:
-    """Turns answered rows into letters. Holds a small DuckDB for the JSON of inputs."""
+    """Turns answered rows into letters. For one thread at a time."""
 
     def __init__(self, plan: Plan) -> None:
         """Letters of `plan`'s run, filed under the run that it repairs if it is a replay."""
         self._plan = plan
         self._run_id = plan.replay_of.run_id if plan.replay_of else plan.run_id
-        self._connection = duckdb.connect(config={"threads": 1})
+        self._converter = Converter()
 
     def letters(self, batch: AnsweredBatch) -> pa.RecordBatch | None:
         """Letters of a batch's dead rows, none if all succeeded."""
@@ -90,7 +89,5 @@ class LetterWriter:
         return pa.record_batch([columns[name] for name in SCHEMA.names], schema=SCHEMA)
 
     def _as_json(self, inputs: pa.StructArray) -> pa.Array:
-        self._connection.register("inputs", pa.table({"input": inputs.cast(duck_type(inputs.type))}))
-        table = self._connection.sql("SELECT to_json(input)::VARCHAR AS input FROM inputs").to_arrow_table()
-        self._connection.unregister("inputs")
-        return table["input"].combine_chunks()
+        readable = inputs.cast(duck_type(inputs.type))
+        return self._converter.convert(readable, "to_json(value)::VARCHAR")

@@ -51,6 +51,21 @@ def open_duckdb(scratch: Path, *, keep_order: bool = False) -> Iterator[duckdb.D
             path.unlink(missing_ok=True)
 
 
+class Converter:
+    """Sends columns through SQL expressions, row by row, in the calling thread; for one thread at a time."""
+
+    def __init__(self) -> None:
+        # No threads of its own: nothing is left running when the process ends.
+        self._connection = duckdb.connect(config={"threads": 1, "async_threads": 0})
+
+    def convert(self, column: pa.Array, expression: str) -> pa.Array:
+        """The values of an expression over `value`, which stands for the column's values."""
+        self._connection.register("input", pa.table({"value": column}))
+        table = self._connection.sql(f"SELECT {expression} AS value FROM input").to_arrow_table()
+        self._connection.unregister("input")
+        return table["value"].combine_chunks()
+
+
 def scalar(connection: duckdb.DuckDBPyConnection, query: str) -> Any:
     """The one value that a query gives. Fetches the result to its end: an open one blocks the connection."""
     ((value,),) = connection.execute(query).fetchall()

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import duckdb
 import pyarrow as pa
 
-from airflow_batchinfer.pipeline.duck import sql_text
+from airflow_batchinfer.pipeline.duck import Converter, sql_text
 from airflow_batchinfer.spec import EmbedTask, JobSpec, JsonTask
 
 _SCALARS = {"string": "VARCHAR", "integer": "BIGINT", "number": "DOUBLE", "boolean": "BOOLEAN"}
@@ -28,7 +27,7 @@ class OutputColumns:
         """
         self._column = spec.output.column
         self._structure: str | None = None
-        self._connection: duckdb.DuckDBPyConnection | None = None
+        self._converter: Converter | None = None
         if isinstance(spec.task, EmbedTask):
             self.fields = [pa.field(self._column, pa.list_(pa.float32()))]
             self.source = "vector"
@@ -39,7 +38,7 @@ class OutputColumns:
             structure = _structure(spec.task.json_schema, spec.task.json_schema, 0)
             if isinstance(structure, dict):
                 self._structure = json.dumps(structure)
-                self._connection = duckdb.connect(config={"threads": 1})
+                self._converter = Converter()
                 self.fields = [
                     pa.field(self._column, _arrow_type(structure)),
                     pa.field(f"{self._column}_json", pa.string()),
@@ -47,17 +46,13 @@ class OutputColumns:
 
     def columns(self, answers: pa.Array) -> list[pa.Array]:
         """Arrays for `fields` from a part's `source` column."""
-        if self._connection is None:
+        if self._converter is None:
             return [answers.cast(self.fields[0].type)]
         # A value that a valid answer may have but the struct cannot (an integer beyond 64 bits)
         # leaves the struct empty; the text beside it has everything.
-        self._connection.register("answers", pa.table({"text": answers}))
-        structure = sql_text(self._structure or "")
-        structs = self._connection.sql(
-            f"SELECT try(from_json_strict(text::JSON, {structure})) AS value FROM answers"
-        ).to_arrow_table()
-        self._connection.unregister("answers")
-        return [structs["value"].combine_chunks().cast(self.fields[0].type), answers.cast(pa.string())]
+        expression = f"try(from_json_strict(value::JSON, {sql_text(self._structure or '')}))"
+        structs = self._converter.convert(answers, expression)
+        return [structs.cast(self.fields[0].type), answers.cast(pa.string())]
 
 
 def _structure(root: dict[str, Any], schema: Any, depth: int) -> Any:

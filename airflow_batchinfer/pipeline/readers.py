@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,7 +27,7 @@ from deltalake import DeltaTable
 from deltalake.exceptions import DeltaError
 
 from airflow_batchinfer.errors import InputError
-from airflow_batchinfer.pipeline.duck import sql_name, sql_text
+from airflow_batchinfer.pipeline.duck import MEMORY_LIMIT, scalar, sql_name, sql_text
 from airflow_batchinfer.pipeline.inputs import FoundFile, FoundTable, find_input
 from airflow_batchinfer.run.plan import InputFile
 from airflow_batchinfer.spec import InputSpec
@@ -270,28 +271,30 @@ class JsonlReader(_Files):
     def __init__(self, found: list[FoundFile], spec: InputSpec, scratch: Path) -> None:
         super().__init__(found, spec)
         self._paths = [_local_copy(f, scratch) for f in found]
-        self._connection = duckdb.connect(config={"memory_limit": "400MB", "threads": 2})
-        self._types = self._structure()
-        self.schema = pa.schema([(n, t) for n, t in self._arrow_types(list(self._types)).items()])
+        with self._connect() as connection:
+            self._types = self._structure(connection)
+            self.schema = self._arrow_schema(connection)
 
     def batches(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
         """See `Reader.batches`. Raises `InputError` naming what cannot be read."""
         wanted = pa.schema([self.schema.field(c) for c in columns])
         for path, found in zip(self._paths, self._found, strict=True):
             query = f"SELECT {self._select(columns)} FROM {self._lines(path, found)}"
-            with self._explained(found, path):
-                reader = self._connection.cursor().sql(query).to_arrow_reader(2048)
-                for batch in reader:
+            with self._explained(found, path), self._connect() as connection:
+                for batch in connection.sql(query).to_arrow_reader(2048):
                     yield batch.cast(wanted)
 
-    def _structure(self) -> dict[str, Any]:
+    def _connect(self) -> duckdb.DuckDBPyConnection:
+        return duckdb.connect(config={"memory_limit": MEMORY_LIMIT, "threads": os.cpu_count() or 1})
+
+    def _structure(self, connection: duckdb.DuckDBPyConnection) -> dict[str, Any]:
         """The merged structure of all lines: a type's name, `[type]`, or `{field: type}`."""
         merged: Any = None
         parts = []
         for path, found in zip(self._paths, self._found, strict=True):
             with self._explained(found, path):
                 query = f"SELECT json_group_structure(json) FROM {self._lines(path, found)}"
-                ((text,),) = self._connection.execute(query).fetchall()
+                text = scalar(connection, query)
             if text is None:
                 continue
             structure = json.loads(text)
@@ -303,9 +306,9 @@ class JsonlReader(_Files):
         if merged is None:
             raise InputError(f"the input has no rows ({len(self.files)} files, first {self.files[0].uri})")
         types: dict[str, Any] = merged
-        return {name: self._exact(name, type_) for name, type_ in types.items()}
+        return {name: self._exact(connection, name, type_) for name, type_ in types.items()}
 
-    def _exact(self, name: str, type_: Any) -> Any:
+    def _exact(self, connection: duckdb.DuckDBPyConnection, name: str, type_: Any) -> Any:
         """`type_`, or text where numbers would lose digits or lines disagree."""
         if type_ == "JSON":
             self.warnings.append(f"input column `{name}` has values of different types; it is read as text")
@@ -318,7 +321,7 @@ class JsonlReader(_Files):
                 f"SELECT 1 FROM {self._lines(path, found)} WHERE regexp_full_match("
                 f"json_extract_string(json, {sql_text(_path(name))}), '-?[0-9]{{{digits},}}') LIMIT 1"
             )
-            if self._connection.execute(query).fetchall():
+            if connection.execute(query).fetchall():
                 self.warnings.append(
                     f"input column `{name}` has numbers of more than 15 digits; it is read as text"
                 )
@@ -337,12 +340,11 @@ class JsonlReader(_Files):
             parts.append(f"{value} AS {sql_name(name)}")
         return ", ".join(parts)
 
-    def _arrow_types(self, columns: list[str]) -> dict[str, pa.DataType]:
-        if not columns:
-            return {}
-        query = f"SELECT {self._select(columns)} FROM (SELECT '{{}}'::JSON AS json) LIMIT 0"
-        schema = self._connection.sql(query).to_arrow_table().schema
-        return {f.name: f.type for f in schema}
+    def _arrow_schema(self, connection: duckdb.DuckDBPyConnection) -> pa.Schema:
+        if not self._types:  # every line is `{}`
+            return pa.schema([])
+        query = f"SELECT {self._select(list(self._types))} FROM (SELECT '{{}}'::JSON AS json) LIMIT 0"
+        return connection.sql(query).to_arrow_table().schema
 
     def _lines(self, path: Path, found: FoundFile) -> str:
         compression = found.compression or "none"
