@@ -188,9 +188,9 @@ class _Merge:
         note.write(self._store, RunLayout(self._home.folder).replay(plan.run_id))
 
     def _results(self) -> Publication:
-        def batches(table: DeltaTable | None) -> Iterator[pa.RecordBatch]:
+        def batches(table: DeltaTable) -> Iterator[pa.RecordBatch]:
             elsewhere = self._resolved(table)
-            dataset = None if table is None else dataset_of(self._store, self._results_key, table)
+            dataset = dataset_of(self._store, self._results_key, table)
             return chain(self._fresh(elsewhere), self._kept(dataset, exact=False))
 
         return Publication(
@@ -224,15 +224,15 @@ class _Merge:
         where = (ds.field("run_id") == self._home.run_id) & (ds.field("generation") != self._home.generation)
         return int(dataset_of(self._store, self._results_key, table).count_rows(filter=where)) > 0
 
-    def _resolved(self, table: DeltaTable | None) -> npt.NDArray[np.int64]:
+    def _resolved(self, table: DeltaTable) -> npt.NDArray[np.int64]:
         """Rows of the run that replays, but this one, have put into the results."""
-        if table is None or self._is_other_generation(table):
+        if self._is_other_generation(table):
             return np.empty(0, np.int64)
         dataset = dataset_of(self._store, self._results_key, table)
         return resolved_rows(dataset, self._home.run_id, but_by=self._plan.run_id)
 
     def _letters(self) -> Publication:
-        def batches(_: DeltaTable | None) -> Iterator[pa.RecordBatch]:
+        def batches(_: DeltaTable) -> Iterator[pa.RecordBatch]:
             notes = replays_of(self._store, RunLayout(self._home.folder))
             table = open_table(self._store, self._results_key) if notes else None
             resolved = np.empty(0, np.int64)

@@ -31,7 +31,7 @@ class Publication:
     """
 
     schema: pa.Schema
-    batches: Callable[[DeltaTable | None], Iterator[pa.RecordBatch]]
+    batches: Callable[[DeltaTable], Iterator[pa.RecordBatch]]
     where: Callable[[DeltaTable], Mapping[str, str]]
     partition_by: Sequence[str]
     writer: str
@@ -80,54 +80,59 @@ def publish(store: Store, key: str, publication: Publication) -> int:
     """
     uri = store.uri_of(key)
     for attempt in range(1, _ATTEMPTS + 1):
-        table = open_table(store, key)
-        if table is not None:
-            _check_types(table, publication.schema, uri)
+        table = open_table(store, key) or _create(store, key, publication)
+        _check_types(table, publication.schema, uri)
         try:
             with arrow_stream(publication.schema, publication.batches(table)) as rows:
-                _write(store, uri, table, publication, rows)
+                _write(table, publication, rows)
         except CommitFailedError as error:
             if attempt == _ATTEMPTS:
                 raise StoreError(
                     f"cannot commit to {uri}: others kept writing the same rows ({error}); run it again"
                 ) from error
             time.sleep(random.uniform(0.1, 0.5) * attempt)
-            continue
         except BatchInferError:
             raise
         except Exception as error:  # delta-rs has no common base for what it raises
-            if table is None and open_table(store, key) is not None:
-                continue  # another publication made the table meanwhile
             raise StoreError(f"cannot write the table {uri}: {error}") from error
-        written = open_table(store, key)
-        assert written is not None
-        return int(written.version())
+        else:
+            written = open_table(store, key)
+            assert written is not None
+            return int(written.version())
     raise AssertionError("the last attempt returns or raises")
 
 
-def _write(
-    store: Store, uri: str, table: DeltaTable | None, publication: Publication, rows: pa.RecordBatchReader
-) -> None:
-    version = 0 if table is None else (table.transaction_version(publication.writer) or 0) + 1
-    properties = CommitProperties(app_transactions=[Transaction(publication.writer, version)])
-    if table is None:
-        write_deltalake(
+def _create(store: Store, key: str, publication: Publication) -> DeltaTable:
+    """The empty table. Rows come in a commit of their own: of two writers that create a table with rows
+    at once, Delta would let the second append its rows to the first one's."""
+    uri = store.uri_of(key)
+    failure: Exception | None = None
+    try:
+        DeltaTable.create(
             uri,
-            rows,
+            schema=publication.schema,
             mode="error",
             partition_by=list(publication.partition_by),
             storage_options=store.delta_options() or None,
-            commit_properties=properties,
         )
-    else:
-        write_deltalake(
-            table,
-            rows,
-            mode="overwrite",
-            schema_mode="merge",
-            predicate=" AND ".join(f"{_name(k)} = {_text(v)}" for k, v in publication.where(table).items()),
-            commit_properties=properties,
-        )
+    except Exception as error:  # it may be that another writer was first
+        failure = error
+    table = open_table(store, key)
+    if table is None:
+        raise StoreError(f"cannot create the table {uri}: {failure}") from failure
+    return table
+
+
+def _write(table: DeltaTable, publication: Publication, rows: pa.RecordBatchReader) -> None:
+    version = (table.transaction_version(publication.writer) or 0) + 1
+    write_deltalake(
+        table,
+        rows,
+        mode="overwrite",
+        schema_mode="merge",
+        predicate=" AND ".join(f"{_name(k)} = {_text(v)}" for k, v in publication.where(table).items()),
+        commit_properties=CommitProperties(app_transactions=[Transaction(publication.writer, version)]),
+    )
 
 
 def check_table_types(store: Store, key: str, fields: Iterable[pa.Field]) -> None:

@@ -116,7 +116,7 @@ def test_part_damaged_after_reconcile_publishes_nothing(tmp_path: Path, store: S
     store.delete(commit.parts[0].key)
     with pytest.raises(CorruptError, match="part-00000"):
         merge(store, plan.folder)
-    assert versions(store) == (-1, -1)
+    assert table_rows(store, "job/results") == []
     assert not store.exists(RunLayout(plan.folder).merge)
 
 
@@ -170,8 +170,11 @@ def test_killed_anywhere_and_run_again(
     assert sorted(ids + dead) == list(range(100))
 
 
-def test_two_merges_at_once(tmp_path: Path, store: Store) -> None:
-    plan = planned(tmp_path, store)
+@pytest.mark.parametrize("there_before", [False, True])
+def test_merges_at_once(tmp_path: Path, store: Store, there_before: bool) -> None:
+    if there_before:
+        publish_run(store, planned(tmp_path, store, name="job"), dead=lambda _: None)
+    plan = planned(tmp_path, store, "at once")
     commit_run(store, plan, dead=lambda i: Reason.OVER_LONG if i % 9 == 0 else None)
     reconcile(store, plan.folder)
     errors: list[BaseException] = []
@@ -188,8 +191,8 @@ def test_two_merges_at_once(tmp_path: Path, store: Store) -> None:
     for thread in threads:
         thread.join()
     assert all(isinstance(e, StoreError) for e in errors), errors
-    ids = [r["row_id"] for r in table_rows(store, "job/results")]
-    dead = [r["row_id"] for r in table_rows(store, "dead_letters")]
+    ids = [r["row_id"] for r in table_rows(store, "job/results", run_id="at once")]
+    dead = [r["row_id"] for r in table_rows(store, "dead_letters", run_id="at once")]
     assert sorted(ids + dead) == list(range(100))
 
 
