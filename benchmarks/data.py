@@ -115,7 +115,8 @@ def commit(folder: Path, _: int) -> None:
     """Not measured: what workers would have left behind, made at once by DuckDB."""
     import duckdb
 
-    from airflow_batchinfer.pipeline.split import file_sha256, load_plan
+    from airflow_batchinfer.pipeline.freeze import file_sha256
+    from airflow_batchinfer.pipeline.split import load_plan
     from airflow_batchinfer.run.commit import Commit, CommittedPart, Tokens
     from airflow_batchinfer.run.epoch import new_epoch
     from airflow_batchinfer.run.layout import RunLayout
