@@ -27,7 +27,7 @@ from airflow_batchinfer.pipeline.keys import build_keys
 from airflow_batchinfer.pipeline.prediction import predict
 from airflow_batchinfer.pipeline.readers import Reader
 from airflow_batchinfer.pipeline.sharding import Placement, place_rows, placement_batches
-from airflow_batchinfer.pipeline.shuffle import Shuffle
+from airflow_batchinfer.pipeline.shuffle import RUN_BYTES, Shuffle
 from airflow_batchinfer.prompts.template import PromptTemplate
 from airflow_batchinfer.run.layout import RunLayout
 from airflow_batchinfer.run.plan import InputSnapshot, KeptRows, PlannedShard
@@ -221,7 +221,8 @@ class _Freezer:
         """Read the input a second time and regroup its rows by shard: sent rows, copies, and kept rows."""
         place_field = pa.field(_PLACE, pa.int64())
         sent = Shuffle(_folder(self._scratch, "sent"), self._rows_schema.append(place_field))
-        copies = Shuffle(_folder(self._scratch, "copies"), self._copies_schema)
+        # Copies are narrow: with a full-sized buffer, it would go on filling in large inputs only.
+        copies = Shuffle(_folder(self._scratch, "copies"), self._copies_schema, RUN_BYTES // 8)
         places = _Places(placement)
         kept = None
         if self._increment is not None:

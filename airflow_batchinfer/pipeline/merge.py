@@ -312,3 +312,5 @@ def answered_of_run(
                 "clear reconcile with its downstream tasks"
             )
         yield from answered_rows(store, shard, commit, plan.spec.carried)
+        # A shard's answers are freed whole; kept in pieces by the allocator, they would add up.
+        pa.default_memory_pool().release_unused()

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-RUN_BYTES = 192 * 1024 * 1024
+RUN_BYTES = 128 * 1024 * 1024
 """Size of the buffer."""
 
 _OPTIONS = pa.ipc.IpcWriteOptions(compression=pa.Codec("lz4"))
@@ -72,9 +72,9 @@ class Shuffle:
         if not self._buffer:
             return
         numbers = np.concatenate(self._partitions)
+        order = np.argsort(numbers, kind="stable")
         whole = pa.concat_batches(self._buffer)
         self._buffer, self._partitions, self._buffered = [], [], 0
-        order = np.argsort(numbers, kind="stable")
         whole = whole.take(pa.array(order))
         present, starts = np.unique(numbers[order], return_index=True)
         ends = np.append(starts[1:], len(order))
@@ -84,3 +84,6 @@ class Shuffle:
                 out.write_batch(whole.slice(start, end - start))
                 self._places.setdefault(int(partition), []).append((len(self._runs), index))
         self._runs.append(path)
+        # The allocator would keep what was freed, in pieces that the next buffer does not fit into.
+        del whole
+        pa.default_memory_pool().release_unused()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.fs
-from deltalake import CommitProperties, DeltaTable, Transaction, write_deltalake
+from deltalake import CommitProperties, DeltaTable, Transaction, WriterProperties, write_deltalake
 from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundError
 
 from airflow_batchinfer.errors import BatchInferError, StoreError
@@ -19,6 +19,10 @@ from airflow_batchinfer.store import Store
 
 _ATTEMPTS = 8
 """Of one publication, when others commit to the same rows at the same time."""
+
+
+_ROW_GROUP_ROWS = 128 * 1024
+"""The writer holds a row group encoded in memory."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +136,7 @@ def _write(table: DeltaTable, publication: Publication, rows: pa.RecordBatchRead
         schema_mode="merge",
         predicate=" AND ".join(f"{_name(k)} = {_text(v)}" for k, v in publication.where(table).items()),
         commit_properties=CommitProperties(app_transactions=[Transaction(publication.writer, version)]),
+        writer_properties=WriterProperties(compression="ZSTD", max_row_group_size=_ROW_GROUP_ROWS),
     )
 
 
