@@ -137,3 +137,8 @@ def _free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+def s3_server_of_kind(kind: str, folder: Path) -> S3Server:
+    """A server that is not started yet: `moto`, or `juicefs`, which ignores conditional writes."""
+    return {"moto": MotoServer, "juicefs": JuiceFSServer}[kind](folder)

@@ -34,10 +34,9 @@ ROWS = [{"id": f"k{i}", "text": f"text {i % 30}", "who": f"w{i}"} for i in range
 
 @pytest.fixture(scope="module", params=["moto", "juicefs"])
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    from tests.s3 import JuiceFSServer, MotoServer
+    from tests.s3 import s3_server_of_kind
 
-    kind = MotoServer if request.param == "moto" else JuiceFSServer
-    with kind(tmp_path_factory.mktemp(request.param)) as running:
+    with s3_server_of_kind(request.param, tmp_path_factory.mktemp(request.param)) as running:
         yield running
 
 

@@ -14,10 +14,9 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session", params=["moto", "juicefs"])
 def s3_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    from tests.s3 import JuiceFSServer, MotoServer
+    from tests.s3 import s3_server_of_kind
 
-    server = MotoServer if request.param == "moto" else JuiceFSServer
-    with server(tmp_path_factory.mktemp(request.param)) as running:
+    with s3_server_of_kind(request.param, tmp_path_factory.mktemp(request.param)) as running:
         yield running
 
 
