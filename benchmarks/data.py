@@ -30,8 +30,6 @@ import pyarrow.parquet as pq
 RUN_ID = "bench"
 LIMITS = {"split": 4.0, "reconcile": 0.2, "merge": 3.0}
 """Most times the copy's time that a step may take."""
-MEMORY_LIMIT_MIB = 2048
-MEMORY_GROWTH = 0.10
 
 _MEAN_BYTES = 900
 _DUPLICATES = 0.3

@@ -12,15 +12,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic import Field
 
-from airflow_batchinfer.pipeline.answers import ShardAnswers, copies_of, shards_of
+from airflow_batchinfer.pipeline.answers import ShardAnswers, copies_of
 from airflow_batchinfer.pipeline.histogram import Histogram
 from airflow_batchinfer.pipeline.vectors import measure_vectors
 from airflow_batchinfer.run.document import Document
 from airflow_batchinfer.run.outcome import Outcome
-from airflow_batchinfer.run.plan import Plan
 from airflow_batchinfer.run.shard import ROW_ID
 from airflow_batchinfer.spec import ChoiceTask, EmbedTask, GenerateTask
-from airflow_batchinfer.store import Store
 
 _COUNTED = ("outcome", "reason", "finish_reason")
 _NUMBERS = ("prompt_tokens", "output_tokens", "cached_tokens", "attempts")
@@ -97,14 +95,6 @@ def profile_shard(shard: ShardAnswers) -> Profile:
         retried=int((table["attempts"].to_numpy() > 1).sum()),
         saved_tokens=int((copies * (prompt + output)).sum()),
     )
-
-
-def profile_run(store: Store, plan: Plan) -> Profile:
-    """The profile of all durable answers, one shard in memory at a time. Raises `CorruptError`."""
-    whole = Profile()
-    for shard in shards_of(store, plan):
-        whole = whole.plus(profile_shard(shard))
-    return whole
 
 
 def _tally(values: pa.ChunkedArray, weight: pa.Array) -> dict[str, int]:

@@ -8,7 +8,6 @@ dead letters; it publishes nothing under its own name.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,6 @@ from airflow_batchinfer.pipeline.split import (
 from airflow_batchinfer.pipeline.standing import resolved_rows
 from airflow_batchinfer.pipeline.tables import check_table_types, dataset_of, open_table
 from airflow_batchinfer.run.epoch import new_epoch
-from airflow_batchinfer.run.fingerprint import fingerprint
 from airflow_batchinfer.run.layout import RunLayout, results_table, run_dir
 from airflow_batchinfer.run.outcome import Outcome, Reason
 from airflow_batchinfer.run.plan import InputFile, Plan, ReplayOf
@@ -104,24 +102,8 @@ def prepare_replay(
     with scratch_folder("replay") as scratch:
         reader = LetterReader(store, home, of.reasons, scratch)
         frozen = freeze(store, spec, layout, epoch, reader, scratch)
-    warnings = frozen.warnings
-    if not frozen.shards:
-        warnings = [*warnings, f"run {home.run_id!r} has no dead letter left to replay"]
-    plan = Plan(
-        job=spec.name,
-        run_id=run_id,
-        generation=generation,
-        folder=layout.folder,
-        created_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
-        epoch=epoch,
-        fingerprint=fingerprint(spec),
-        spec=spec,
-        input=frozen.snapshot,
-        shards=frozen.shards,
-        warnings=warnings,
-        replay_of=of,
-    )
-    return write_plan(store, plan)
+    nothing_left = [] if frozen.shards else [f"run {home.run_id!r} has no dead letter left to replay"]
+    return write_plan(store, spec, run_id, generation, epoch, frozen, replay_of=of, warnings=nothing_left)
 
 
 def published_folder(store: Store, job: str, run_id: str | None) -> str:

@@ -6,12 +6,13 @@ written once: a second call returns it, or says what has changed in the job sinc
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
 from airflow_batchinfer.errors import CorruptError, InputError, PlanChangedError, SpecError
 from airflow_batchinfer.pipeline.expectations import check_expectations
-from airflow_batchinfer.pipeline.freeze import freeze
+from airflow_batchinfer.pipeline.freeze import Frozen, freeze
 from airflow_batchinfer.pipeline.increment import Increment
 from airflow_batchinfer.pipeline.outputs import OutputColumns
 from airflow_batchinfer.pipeline.readers import open_input
@@ -21,7 +22,7 @@ from airflow_batchinfer.pipeline.tables import check_table_types
 from airflow_batchinfer.run.epoch import new_epoch
 from airflow_batchinfer.run.fingerprint import changed_fields, fingerprint, fingerprint_fields
 from airflow_batchinfer.run.layout import RunLayout, results_table, run_dir
-from airflow_batchinfer.run.plan import Plan
+from airflow_batchinfer.run.plan import Plan, ReplayOf
 from airflow_batchinfer.spec import JobSpec
 from airflow_batchinfer.store import Store
 
@@ -57,22 +58,7 @@ def split(store: Store, spec: JobSpec, run_id: str) -> Plan:
         reader = open_input(spec.input, scratch)
         increment = Increment.since_last_published(store, spec, run_id) if spec.incremental else None
         frozen = freeze(store, spec, layout, epoch, reader, scratch, increment)
-    plan = Plan(
-        job=spec.name,
-        run_id=run_id,
-        generation=generation,
-        folder=layout.folder,
-        created_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
-        epoch=epoch,
-        fingerprint=fingerprint(spec),
-        spec=spec,
-        input=frozen.snapshot,
-        shards=frozen.shards,
-        warnings=frozen.warnings,
-        kept=frozen.kept,
-        changes=frozen.changes or {},
-    )
-    return write_plan(store, plan)
+    return write_plan(store, spec, run_id, generation, epoch, frozen)
 
 
 def load_plan(store: Store, folder: str) -> Plan:
@@ -96,11 +82,49 @@ def newest_plan(store: Store, job: str, run_id: str) -> Plan | None:
     return load_plan(store, run_dir(job, run_id, generation)) if generation else None
 
 
-def write_plan(store: Store, plan: Plan) -> Plan:
-    """Write a plan, unless another attempt was first: then that one holds."""
-    layout = RunLayout(plan.folder)
+def write_plan(
+    store: Store,
+    spec: JobSpec,
+    run_id: str,
+    generation: int,
+    epoch: str,
+    frozen: Frozen,
+    *,
+    replay_of: ReplayOf | None = None,
+    warnings: Sequence[str] = (),
+) -> Plan:
+    """Write the plan of frozen rows, unless another attempt was first: then that one holds.
+
+    Args:
+        store: the run's.
+        spec: the job.
+        run_id: the run.
+        generation: which generation of the run.
+        epoch: the attempt that froze the rows.
+        frozen: the shards.
+        replay_of: the run whose dead letters they are, if it is a replay.
+        warnings: more of them, after those of freezing.
+    """
+    folder = run_dir(spec.name, run_id, generation)
+    layout = RunLayout(folder)
     if store.exists(layout.plan):
-        return load_plan(store, plan.folder)
+        return load_plan(store, folder)
+    plan = Plan(
+        job=spec.name,
+        run_id=run_id,
+        generation=generation,
+        folder=folder,
+        created_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
+        epoch=epoch,
+        fingerprint=fingerprint(spec),
+        spec=spec,
+        input=frozen.snapshot,
+        shards=frozen.shards,
+        warnings=[*frozen.warnings, *warnings],
+        kept=frozen.kept,
+        changes=frozen.changes or {},
+        replay_of=replay_of,
+    )
     plan.write(store, layout.plan)
     return plan
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pyarrow as pa
 
-from airflow_batchinfer.run.outcome import Outcome, Reason
-
 ROW_ID = "row_id"
 CUSTOM_ID = "custom_id"
 COPIES = "copies"
@@ -75,6 +73,3 @@ row that did not succeed. Tokens are summed over all attempts at the row: they a
 Its Parquet metadata holds `batchinfer.fingerprint`, `batchinfer.epoch` and `batchinfer.shard`."""
 
 PART_METADATA_PREFIX = "batchinfer."
-
-OUTCOMES = [o.value for o in Outcome]
-REASONS = [r.value for r in Reason]

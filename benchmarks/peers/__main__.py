@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -131,7 +130,7 @@ class _Bench:
 
 def _median(runs: list[Measured]) -> Measured:
     """The run in the middle by held seconds (all its figures come from one run)."""
-    return sorted(runs, key=lambda m: m.held)[len(runs) // 2] if runs else statistics.median([])
+    return sorted(runs, key=lambda m: m.held)[len(runs) // 2]
 
 
 def _say(title: str, number: int, peer: str, m: Measured) -> None:
