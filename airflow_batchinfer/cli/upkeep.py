@@ -39,14 +39,16 @@ def delete(arguments: argparse.Namespace) -> None:
 
 
 def sweep(arguments: argparse.Namespace) -> None:
-    """Delete parts that no commit names, and table files that no version needs."""
-    from airflow_batchinfer.pipeline.housekeeping import delete_orphans, vacuum_tables
+    """Delete parts that no commit names, table files that no version needs, and half-written leftovers."""
+    from airflow_batchinfer.pipeline.housekeeping import delete_orphans, delete_unfinished, vacuum_tables
 
     store = store_of(arguments)
     orphans = delete_orphans(store, arguments.job, dry_run=arguments.dry_run)
     print(f"runs: {_summary(orphans, arguments.dry_run)}")
     vacuumed = vacuum_tables(store, arguments.job, dry_run=arguments.dry_run)
     print(f"tables: {_summary(vacuumed, arguments.dry_run)}")
+    unfinished = delete_unfinished(store, arguments.job, dry_run=arguments.dry_run)
+    print(f"half-written: {_summary(unfinished, arguments.dry_run)}")
 
 
 def _summary(removed: Removed, dry_run: bool) -> str:
@@ -73,5 +75,5 @@ def _delete_arguments(parser: argparse.ArgumentParser) -> None:
 COMMANDS = [
     Command("account", "count a published run's rows, replays included", account, add_folder_argument),
     Command("delete", "delete a job's old runs; tables stay", delete, _delete_arguments),
-    Command("sweep", "delete what no run and no table version needs", sweep, _job_arguments),
+    Command("sweep", "delete orphans, replaced table files, half-written leftovers", sweep, _job_arguments),
 ]

@@ -1,4 +1,4 @@
-"""`HousekeepingOperator`: delete a job's old runs and what nobody names any more."""
+"""`HousekeepingOperator`: delete a job's old runs, what nobody names any more, and half-written leftovers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,12 @@ class HousekeepingOperator(BatchInferOperator):
 
     def execute(self, context: Context) -> dict[str, Any]:
         """What was deleted. Raises `StoreError`."""
-        from airflow_batchinfer.pipeline.housekeeping import delete_orphans, delete_runs, vacuum_tables
+        from airflow_batchinfer.pipeline.housekeeping import (
+            delete_orphans,
+            delete_runs,
+            delete_unfinished,
+            vacuum_tables,
+        )
 
         self.use_store_connection()
         store = open_store(self.store, self.storage_options)
@@ -51,4 +56,5 @@ class HousekeepingOperator(BatchInferOperator):
             "runs": runs,
             "orphans": delete_orphans(store, self.job).objects,
             "table_files": vacuum_tables(store, self.job).objects,
+            "unfinished": delete_unfinished(store, self.job).objects,
         }

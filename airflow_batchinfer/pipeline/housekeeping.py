@@ -1,4 +1,5 @@
-"""Housekeeping: delete old runs, parts that nobody names, and table files that no version needs.
+"""Housekeeping: delete old runs, parts that nobody names, table files that no version needs, and what
+killed writers left half-written.
 
 Runs and tables are apart: deleting a run takes its plan, shards and reports, never its rows in the
 results or dead-letter table. A run without its folder cannot be replayed any more.
@@ -23,7 +24,7 @@ from airflow_batchinfer.run.plan import Plan
 from airflow_batchinfer.store import ObjectInfo, Store
 
 ORPHAN_AGE = timedelta(days=1)
-"""Younger objects may belong to an attempt that is still at work."""
+"""Younger objects and uploads may belong to an attempt that is still at work."""
 
 VACUUM_AGE = timedelta(days=7)
 """Table files that younger versions do not need; a reader of an older version would miss them."""
@@ -57,6 +58,7 @@ def delete_runs(store: Store, job: str, older_than: timedelta, *, dry_run: bool 
             store.delete(plan)
             for info in found:
                 store.delete(info.key)
+            store.remove_unfinished(folder, older_than)
     return Removed(runs=folders, objects=objects, bytes=size)
 
 
@@ -109,6 +111,19 @@ def vacuum_tables(
         except (DeltaError, OSError) as error:
             raise StoreError(f"cannot vacuum {store.uri_of(key)}: {error}") from error
     return Removed(objects=removed)
+
+
+def delete_unfinished(
+    store: Store, job: str, older_than: timedelta = ORPHAN_AGE, *, dry_run: bool = False
+) -> Removed:
+    """Delete what killed writers left half-written, in a job's folder and in the dead-letter table.
+
+    On S3 those are multipart uploads that were neither completed nor aborted: no listing of objects shows
+    them, and they are paid for. Their sizes are not known.
+    """
+    return Removed(
+        objects=sum(store.remove_unfinished(key, older_than, dry_run=dry_run) for key in (job, DEAD_LETTERS))
+    )
 
 
 def _run_folders(store: Store, job: str) -> Iterator[tuple[str, list[ObjectInfo]]]:

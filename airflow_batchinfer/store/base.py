@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -52,6 +53,19 @@ class Store(Protocol):
 
     def delete(self, key: str) -> None:
         """Remove an object; none there is fine."""
+        ...
+
+    def remove_unfinished(self, prefix: str, older_than: timedelta, *, dry_run: bool = False) -> int:
+        """Remove what killed writers left half-written: no reader sees it, but it takes up space.
+
+        Args:
+            prefix: folder, as for `list`.
+            older_than: what was begun later than this ago may still be in the making and is left alone.
+            dry_run: only count.
+
+        Returns:
+            How many half-written objects were removed, or would be.
+        """
         ...
 
     def filesystem(self) -> tuple[pyarrow.fs.FileSystem, str]:

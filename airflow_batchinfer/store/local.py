@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
     import pyarrow.fs
 
 _TEMPORARY = ".tmp-"
-"""Prefix of half-written files; listings leave them out, a kill may leave them behind."""
+"""Prefix of half-written files; listings leave them out, a kill leaves them behind."""
 
 
 class LocalStore:
@@ -64,6 +66,19 @@ class LocalStore:
             self._path(key).unlink(missing_ok=True)
         except OSError as error:
             raise StoreError(f"cannot delete {self._path(key)}: {error}") from error
+
+    def remove_unfinished(self, prefix: str, older_than: timedelta, *, dry_run: bool = False) -> int:
+        begun_before = time.time() - older_than.total_seconds()
+        folder, found = self._path(prefix), 0
+        try:
+            for path in folder.rglob(f"{_TEMPORARY}*"):
+                if path.stat().st_mtime < begun_before:
+                    found += 1
+                    if not dry_run:
+                        path.unlink(missing_ok=True)
+        except OSError as error:
+            raise StoreError(f"cannot remove half-written files under {folder}: {error}") from error
+        return found
 
     def filesystem(self) -> tuple[pyarrow.fs.FileSystem, str]:
         import pyarrow.fs

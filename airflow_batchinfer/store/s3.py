@@ -113,7 +113,7 @@ class S3Store:
         )
         try:
             # A failed multipart upload is aborted by boto3; a killed process leaves one behind, which
-            # no reader can see and `abort_stale_uploads` removes.
+            # no reader can see and `remove_unfinished` aborts.
             with store_errors("upload", self.uri_of(key)):
                 self._client().upload_file(
                     str(source), self._bucket, name, ExtraArgs=self._put_arguments(), Config=transfer
@@ -148,6 +148,22 @@ class S3Store:
         name = self._name(key)
         with store_errors("delete", self.uri_of(key)):
             self._client().delete_object(Bucket=self._bucket, Key=name)
+
+    def remove_unfinished(self, prefix: str, older_than: timedelta, *, dry_run: bool = False) -> int:
+        begun_before = datetime.now(UTC) - older_than
+        found = 0
+        with store_errors("abort uploads under", self.uri_of(prefix)):
+            pages = self._client().get_paginator("list_multipart_uploads")
+            for page in pages.paginate(Bucket=self._bucket, Prefix=self._folder(prefix)):
+                for upload in page.get("Uploads", []):
+                    if upload["Initiated"] >= begun_before:
+                        continue
+                    found += 1
+                    if not dry_run:
+                        self._client().abort_multipart_upload(
+                            Bucket=self._bucket, Key=upload["Key"], UploadId=upload["UploadId"]
+                        )
+        return found
 
     def filesystem(self) -> tuple[pyarrow.fs.FileSystem, str]:
         # Arrow cannot refresh credentials: callers ask anew for each bulk read, and get another file
@@ -202,29 +218,6 @@ class S3Store:
         if "SSEKMSKeyId" in encryption:
             options["AWS_SSE_KMS_KEY_ID"] = encryption["SSEKMSKeyId"]
         return options
-
-    def abort_stale_uploads(self, prefix: str, older_than: timedelta) -> int:
-        """Abort multipart uploads that killed processes left under `prefix`; they cost storage.
-
-        Args:
-            prefix: folder, as for `list`.
-            older_than: uploads begun later than this ago may still be running and are left alone.
-
-        Returns:
-            How many were aborted.
-        """
-        started_before = datetime.now(UTC) - older_than
-        aborted = 0
-        with store_errors("abort uploads under", self.uri_of(prefix)):
-            pages = self._client().get_paginator("list_multipart_uploads")
-            for page in pages.paginate(Bucket=self._bucket, Prefix=self._folder(prefix)):
-                for upload in page.get("Uploads", []):
-                    if upload["Initiated"] < started_before:
-                        self._client().abort_multipart_upload(
-                            Bucket=self._bucket, Key=upload["Key"], UploadId=upload["UploadId"]
-                        )
-                        aborted += 1
-        return aborted
 
     def _client(self) -> S3Client:
         return self._connection()[1]

@@ -93,3 +93,22 @@ def test_commands(store: Store, plan: Plan, capsys: pytest.CaptureFixture[str]) 
     assert main(["delete", "job", "--store", store.uri, "--older-than-days", "0", "--dry-run"]) == 0
     assert plan.folder in capsys.readouterr().out
     assert store.exists(RunLayout(plan.folder).plan)
+
+
+def test_the_operator_does_all_of_it(tmp_path: Path, store: Store, plan: Plan) -> None:
+    from airflow_batchinfer.operators.housekeeping import HousekeepingOperator
+
+    publish_run(store, plan)
+    leftover = Path(store.uri_of(f"{plan.folder}/shards/00000/.tmp-0123"))
+    leftover.write_bytes(b"ha")
+    os.utime(leftover, (0, 0))
+    store.write_bytes(RunLayout(plan.folder).rows(0, "20260101T000000000Z-00000000"), b"overtaken")
+    age(store, plan.folder, 2)
+    arguments = {"task_id": "housekeeping", "job": "job", "store": store.uri}
+
+    done = HousekeepingOperator(**arguments).execute({})
+    assert done == {"runs": [], "orphans": 1, "table_files": 0, "unfinished": 1}
+    assert not leftover.exists()
+    done = HousekeepingOperator(**arguments, delete_runs_after=DAY).execute({})
+    assert done == {"runs": [plan.folder], "orphans": 0, "table_files": 0, "unfinished": 0}
+    assert len(table_rows(store, "job/results")) == 40

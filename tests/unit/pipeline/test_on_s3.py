@@ -8,12 +8,14 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import boto3
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from airflow_batchinfer.cli import main
 from airflow_batchinfer.errors import InputError
-from airflow_batchinfer.pipeline.housekeeping import delete_runs, vacuum_tables
+from airflow_batchinfer.pipeline.housekeeping import delete_runs, delete_unfinished, vacuum_tables
 from airflow_batchinfer.pipeline.merge import merge
 from airflow_batchinfer.pipeline.replay import prepare_replay
 from airflow_batchinfer.pipeline.split import split
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.airflow_env
 
+OLD = timedelta(seconds=-5)
+"""An age that all has reached, though a server's clock may be a little ahead."""
 ROWS = [{"id": f"k{i}", "text": f"text {i % 30}", "who": f"w{i}"} for i in range(40)]
 
 
@@ -118,3 +122,29 @@ def test_delta_table_and_a_missing_object(bucket: Store) -> None:
     assert split(bucket, job(bucket, "in"), "run").rows == 40
     with pytest.raises(InputError, match="no such object"):
         split(bucket, job(bucket, "nothing", name="other"), "run")
+
+
+def begin_upload(bucket: Store, key: str) -> None:
+    """What a worker leaves that was killed while it uploaded a big part."""
+    client = boto3.client("s3", endpoint_url=bucket.options()["endpoint_url"])
+    name = bucket.uri_of(key).removeprefix("s3://batch/")
+    upload = client.create_multipart_upload(Bucket="batch", Key=name)["UploadId"]
+    client.upload_part(Bucket="batch", Key=name, UploadId=upload, PartNumber=1, Body=b"half")
+
+
+def test_uploads_that_nobody_ended_are_swept(bucket: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    put_parquet(bucket, "in/a.parquet", ROWS)
+    plan = split(bucket, job(bucket, "in"), "run")
+    publish_run(bucket, plan)
+    for key in (f"{plan.folder}/shards/00000/e/part-00000.parquet", "job/results/x.parquet", "other/x"):
+        begin_upload(bucket, key)
+    option = f"endpoint_url={bucket.options()['endpoint_url']}"
+
+    assert main(["sweep", "job", "--dry-run", "--store", bucket.uri, "--store-option", option]) == 0
+    assert "half-written: " in capsys.readouterr().out
+    assert delete_unfinished(bucket, "job", OLD, dry_run=True).objects == 2
+    assert delete_runs(bucket, "job", OLD).runs == [plan.folder]  # with what was begun in it
+    assert delete_unfinished(bucket, "job", OLD).objects == 1
+    assert delete_unfinished(bucket, "job", OLD).objects == 0
+    assert delete_unfinished(bucket, "other", OLD).objects == 1
+    assert len(table_rows(bucket, "job/results")) == 40

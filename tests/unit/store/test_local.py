@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -71,3 +73,16 @@ def test_a_reader_never_sees_half_an_object(store: LocalStore) -> None:
 
 def test_a_file_uri_is_a_local_path(tmp_path: Path) -> None:
     assert open_store(f"file://{tmp_path}").uri == str(tmp_path)
+
+
+def test_half_written_files_go_once_they_are_old(store: LocalStore) -> None:
+    store.write_bytes("run/part", b"whole")
+    leftover = Path(store.uri_of("run/.tmp-0123"))
+    leftover.write_bytes(b"ha")
+    os.utime(leftover, (0, 0))
+    assert store.remove_unfinished("other", timedelta(days=1)) == 0
+    assert store.remove_unfinished("run", timedelta(days=1), dry_run=True) == 1
+    assert store.remove_unfinished("run", timedelta(days=1)) == 1
+    assert not leftover.exists()
+    assert store.remove_unfinished("", timedelta(0)) == 0
+    assert store.read_bytes("run/part") == b"whole"
