@@ -247,6 +247,13 @@ class JsonTask(_Strict):
 
     type: Literal["json"] = Field(description="An object that fits `schema`.")
     json_schema: dict[str, Any] = Field(alias="schema", description="JSON Schema of the answer.")
+    compact: bool = Field(
+        True,
+        description=(
+            "`backend: vllm`: no whitespace between JSON tokens; it would be paid for, and small models run "
+            "away in it. A server decides this itself."
+        ),
+    )
 
     model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True, serialize_by_alias=True)
 

@@ -21,37 +21,38 @@ RESULT_NEUTRAL_ENGINE_OPTIONS = frozenset(
         "enforce_eager",
         "gpu_memory_utilization",
         "kv_cache_memory_bytes",
-        "load_format",
         "max_num_batched_tokens",
         "max_num_seqs",
         "max_parallel_loading_workers",
         "pipeline_parallel_size",
         "scheduling_policy",
-        "swap_space",
         "tensor_parallel_size",
     }
 )
 """vLLM arguments that change how fast an answer comes, not which answer is asked for.
 
 They may still move a floating-point result in its last bits: vLLM promises no bitwise repeat, and
-neither do we. Every argument that is not listed here counts as deciding.
+neither do we. Every argument that is not listed here counts as deciding. What the worker fills in beside
+the job's own arguments follows from fields of the spec alone, or is listed here.
 """
+
+DECIDING_SECTIONS = ("prompt", "task", "sampling", "overlong", "model")
+"""Sections of a spec that decide outputs; every field of theirs that is not named below does."""
+
+_NEUTRAL_MODEL_FIELDS = frozenset({"api_key_env", "compile_cache", "engine", "max_concurrency"})
+"""Fields of `model` that decide no output; `engine` is looked at argument by argument."""
 
 
 def fingerprint_fields(spec: JobSpec) -> dict[str, Any]:
     """The fields that decide an output, by path, as JSON values."""
     data = spec.dump()
-    fields: dict[str, Any] = {f"prompt.{k}": v for k, v in data["prompt"].items()}
-    fields |= {f"task.{k}": v for k, v in data["task"].items()}
-    fields |= {f"sampling.{k}": v for k, v in data["sampling"].items()}
-    fields |= {f"overlong.{k}": v for k, v in data["overlong"].items()}
-    model = data["model"]
+    fields = {f"{section}.{k}": v for section in DECIDING_SECTIONS for k, v in data[section].items()}
+    for name in _NEUTRAL_MODEL_FIELDS:
+        del fields[f"model.{name}"]
     fields |= {
-        f"model.{k}": model[k]
-        for k in ("name", "revision", "tokenizer", "backend", "adapter", "trust_remote_code", "base_url")
-    }
-    fields |= {
-        f"model.engine.{k}": v for k, v in model["engine"].items() if k not in RESULT_NEUTRAL_ENGINE_OPTIONS
+        f"model.engine.{k}": v
+        for k, v in data["model"]["engine"].items()
+        if k not in RESULT_NEUTRAL_ENGINE_OPTIONS
     }
     return fields
 

@@ -14,14 +14,14 @@ from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
 from vllm.lora.request import LoRARequest
 from vllm.outputs import PoolingRequestOutput, RequestOutput
-from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.usage.usage_lib import UsageContext
 
 from airflow_batchinfer.errors import SpecError
 from airflow_batchinfer.run.outcome import Reason
-from airflow_batchinfer.spec import ChoiceTask, EmbedTask, JobSpec, JsonTask, RegexTask
+from airflow_batchinfer.spec import ChoiceTask, JobSpec, JsonTask, RegexTask
 from airflow_batchinfer.worker.engines.vllm_options import engine_config
+from airflow_batchinfer.worker.engines.vllm_parameters import Parameters
 
 Result = tuple[Any, ...]
 """A `Completion`'s fields, or `(key, "failure", reason, message, transient)`: plain, so cheap to send."""
@@ -43,9 +43,9 @@ class VllmDriver:
             SpecError: an option, the model or the schema is not what vLLM can work with.
         """
         self._task = spec.task
-        self._sampling = spec.sampling
+        self._seed = spec.sampling.seed
         self._config = engine_config(spec)
-        self._parameters: dict[int, SamplingParams | PoolingParams] = {}
+        self._parameters = Parameters(spec)
         self._check_parameters()
         self._engine = LLMEngine.from_vllm_config(
             self._config, UsageContext.LLM_CLASS, disable_log_stats=True
@@ -101,7 +101,7 @@ class VllmDriver:
 
     def add(self, key: str, seed: int, token_ids: list[int]) -> Result | None:
         """Queue one request; returns its failure if vLLM refuses it."""
-        return self._add(key, token_ids, self._parameters_for(seed))
+        return self._add(key, token_ids, self._parameters.of_seed(seed))
 
     def _add(
         self, key: str, token_ids: list[int], parameters: SamplingParams | PoolingParams
@@ -147,55 +147,13 @@ class VllmDriver:
         message = f"vLLM ended the request with finish_reason `{finish_reason}`"
         return (key, "failure", Reason.ENGINE_ERROR.value, message, True)
 
-    def _parameters_for(self, seed: int) -> SamplingParams | PoolingParams:
-        """vLLM's parameters; greedy decoding uses no seed, so all rows share one object."""
-        if isinstance(self._task, EmbedTask):
-            return self._parameters.setdefault(
-                0, PoolingParams(task="embed", use_activation=self._task.normalize)
-            )
-        greedy = self._sampling.temperature == 0.0
-        slot = 0 if greedy else seed
-        if slot not in self._parameters:
-            if len(self._parameters) > 1024:  # a job that gives each row its own seed
-                self._parameters.clear()
-            self._parameters[slot] = self._sampling_parameters(None if greedy else seed)
-        return self._parameters[slot]
-
-    def _sampling_parameters(self, seed: int | None) -> SamplingParams:
-        sampling = self._sampling
-        return SamplingParams(
-            max_tokens=sampling.max_tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            presence_penalty=sampling.presence_penalty,
-            frequency_penalty=sampling.frequency_penalty,
-            repetition_penalty=sampling.repetition_penalty,
-            stop=sampling.stop or None,
-            seed=seed,
-            structured_outputs=self._grammar(),
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
-
-    def _grammar(self) -> StructuredOutputsParams | None:
-        match self._task:
-            case ChoiceTask(labels=labels):
-                return StructuredOutputsParams(choice=list(labels))
-            case JsonTask(json_schema=schema):
-                return StructuredOutputsParams(json=schema)
-            case RegexTask(pattern=pattern):
-                return StructuredOutputsParams(regex=pattern)
-            case _:
-                return None
-
     def _check_parameters(self) -> None:
         """Let vLLM look at the job's parameters and grammar before the model is loaded, as it costs less.
 
         Raises:
             SpecError: it refuses them.
         """
-        parameters = self._parameters_for(self._sampling.seed)
+        parameters = self._parameters.of_seed(self._seed)
         if isinstance(parameters, PoolingParams):
             return
         config = self._config
@@ -213,7 +171,7 @@ class VllmDriver:
         Raises:
             SpecError: that fails.
         """
-        parameters = self._parameters_for(self._sampling.seed).clone()
+        parameters = self._parameters.of_seed(self._seed).clone()
         if isinstance(parameters, SamplingParams):
             parameters.max_tokens = 1
         failure = self._add("warm-up", [self._some_token()], parameters)

@@ -28,6 +28,10 @@ _ELSEWHERE = {
 _OURS = frozenset({"shutdown_timeout", "disable_log_stats"})
 """vLLM arguments the worker decides: it owns signals, and counts for itself."""
 
+_GRAMMAR = "structured_outputs_config"
+_COMPACT_BACKENDS = ("xgrammar", "guidance")
+"""Backends of vLLM's structured outputs that can leave whitespace out."""
+
 
 def engine_config(spec: JobSpec) -> VllmConfig:
     """vLLM's whole configuration for a job, defaults worked out for this machine and model.
@@ -35,7 +39,7 @@ def engine_config(spec: JobSpec) -> VllmConfig:
     Raises:
         SpecError: vLLM refuses an argument, the model, or how they go together.
     """
-    arguments = _engine_arguments(spec)
+    arguments = engine_arguments(spec)
     try:
         return arguments.create_engine_config(UsageContext.LLM_CLASS)
     except OSError as error:
@@ -44,8 +48,11 @@ def engine_config(spec: JobSpec) -> VllmConfig:
         raise SpecError(f"model: vLLM refuses it: {error}") from error
 
 
-def _engine_arguments(spec: JobSpec) -> EngineArgs:
+def engine_arguments(spec: JobSpec) -> EngineArgs:
     """vLLM's arguments for a job.
+
+    Whatever is filled in here that decides an output follows from a field of the spec, so that the
+    fingerprint covers it and a plan keeps it: a new default becomes such a field.
 
     Raises:
         SpecError: an option is unknown (with the nearest known one), belongs to another field, or has a
@@ -53,10 +60,13 @@ def _engine_arguments(spec: JobSpec) -> EngineArgs:
     """
     model = spec.model
     _check_names(model)
-    options: dict[str, Any] = {"disable_log_stats": True, **_task_options(spec)}
+    options: dict[str, Any] = {"disable_log_stats": True}
+    options["runner"] = "pooling" if isinstance(spec.task, EmbedTask) else "generate"
     if model.adapter is not None:
         options |= {"enable_lora": True, "max_loras": 1}
     options |= model.engine
+    if isinstance(spec.task, JsonTask):
+        options[_GRAMMAR] = _json_grammar(spec.task, options.get(_GRAMMAR) or {})
     _fill_batch_limits(options)
     try:
         return EngineArgs(
@@ -68,22 +78,33 @@ def _engine_arguments(spec: JobSpec) -> EngineArgs:
         )
     except HFValidationError as error:
         raise SpecError(f"model.name: `{model.name}` is no folder here and no Hugging Face name") from error
+    except OSError as error:
+        raise SpecError(f"model.name: `{model.name}` cannot be loaded: {error}") from error
     except (TypeError, ValueError) as error:
         raise SpecError(f"model.engine: {error}") from error
 
 
-def _task_options(spec: JobSpec) -> dict[str, Any]:
-    """Defaults that follow from the task; `model.engine` may say otherwise."""
-    match spec.task:
-        case EmbedTask():
-            return {"runner": "pooling"}
-        case JsonTask(json_schema=schema):
-            # Free whitespace between JSON tokens is paid for, and small models run away in it.
-            backend = "guidance" if has_xgrammar_unsupported_json_features(schema) else "xgrammar"
-            compact = {"backend": backend, "disable_any_whitespace": True}
-            return {"runner": "generate", "structured_outputs_config": compact}
-        case _:
-            return {"runner": "generate"}
+def _json_grammar(task: JsonTask, given: Any) -> dict[str, Any]:
+    """vLLM's structured outputs for a JSON task: what the job says, and compact unless it says otherwise.
+
+    Raises:
+        SpecError: both cannot be had.
+    """
+    if not isinstance(given, dict):
+        raise SpecError(f"model.engine.{_GRAMMAR}: give a mapping, not {given!r}")
+    if "disable_any_whitespace" in given:
+        raise SpecError(f"model.engine.{_GRAMMAR}.disable_any_whitespace: set `task.compact` instead")
+    if not task.compact:
+        return given
+    # vLLM takes this only with a backend that is named; it is chosen as by its own `auto`.
+    lacking = has_xgrammar_unsupported_json_features(task.json_schema)
+    options = {"backend": "guidance" if lacking else "xgrammar", "disable_any_whitespace": True, **given}
+    if options["backend"] not in _COMPACT_BACKENDS:
+        raise SpecError(
+            f"model.engine.{_GRAMMAR}.backend: `{options['backend']}` makes no compact JSON: use one of "
+            f"{', '.join(_COMPACT_BACKENDS)}, or set `task.compact: false`"
+        )
+    return options
 
 
 def _as_config(name: str, value: Any) -> Any:

@@ -10,7 +10,12 @@ import pytest
 from airflow_batchinfer.errors import CorruptError
 from airflow_batchinfer.run.commit import Commit, CommittedPart, Tokens, chosen_commit, commits_of
 from airflow_batchinfer.run.epoch import EPOCH_PATTERN, new_epoch
-from airflow_batchinfer.run.fingerprint import changed_fields, fingerprint, fingerprint_fields
+from airflow_batchinfer.run.fingerprint import (
+    DECIDING_SECTIONS,
+    changed_fields,
+    fingerprint,
+    fingerprint_fields,
+)
 from airflow_batchinfer.run.layout import RunLayout, run_dir, safe_run_id
 from airflow_batchinfer.run.outcome import Outcome, Reason, outcome_of
 from airflow_batchinfer.spec import JobSpec
@@ -25,11 +30,13 @@ DECIDING: dict[str, dict[str, Any]] = {
     "prompt.examples": {"prompt": {"template": "{{ text }}", "examples": [{"user": "u", "assistant": "a"}]}},
     "prompt.chat_template": {"prompt": {"template": "{{ text }}", "chat_template": "x"}},
     "task.type": {"task": {"type": "regex", "pattern": "a"}},
+    "task.compact": {"task": {"type": "json", "schema": {}, "compact": False}},
     "model.name": {"model": {"name": "n"}},
     "model.revision": {"model": {"name": "m", "revision": "r"}},
     "model.adapter": {"model": {"name": "m", "adapter": "a"}},
     "model.engine.quantization": {"model": {"name": "m", "engine": {"quantization": "fp8"}}},
     "model.engine.dtype": {"model": {"name": "m", "engine": {"dtype": "float16"}}},
+    "model.engine.load_format": {"model": {"name": "m", "engine": {"load_format": "dummy"}}},
     "sampling.temperature": {"sampling": {"temperature": 0.5}},
     "sampling.max_tokens": {"sampling": {"max_tokens": 9}},
     "overlong.policy": {"overlong": {"policy": "truncate", "column": "text"}},
@@ -55,6 +62,32 @@ def test_a_field_that_decides_an_output_changes_the_fingerprint_and_is_named(fie
 @pytest.mark.parametrize("change", NEUTRAL)
 def test_a_field_that_decides_nothing_does_not(change: dict[str, Any]) -> None:
     assert fingerprint(JobSpec.parse(LEAST | change)) == fingerprint(BASE)
+
+
+def test_every_section_of_a_spec_either_decides_outputs_or_is_known_not_to() -> None:
+    """A new section is in the fingerprint, or someone has thought about why not and says so here."""
+    neutral = {
+        *(
+            "name",
+            "input",
+            "store",
+            "storage_options",
+            "output",
+            "sharding",
+            "checkpoint",
+            "retry",
+            "failure",
+        ),
+        *("validation", "line", "pilot", "gate", "cost", "drift", "report", "export", "incremental"),
+        *("removed_rows", "on_changed_spec"),
+    }
+    assert set(JobSpec.model_fields) == neutral | set(DECIDING_SECTIONS)
+
+
+def test_a_new_field_of_the_model_decides_until_it_is_said_not_to() -> None:
+    fields = {f"model.{name}" for name in type(BASE.model).model_fields}
+    neutral = {f"model.{name}" for name in ("api_key_env", "compile_cache", "engine", "max_concurrency")}
+    assert fields - set(fingerprint_fields(BASE)) == neutral
 
 
 def test_every_reason_has_its_outcome() -> None:

@@ -1,0 +1,129 @@
+"""What the worker fills in for vLLM is in the fingerprint, or decides no output. No engine is started."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from airflow_batchinfer.errors import SpecError
+from airflow_batchinfer.run.fingerprint import RESULT_NEUTRAL_ENGINE_OPTIONS, fingerprint_fields
+from airflow_batchinfer.spec import JobSpec
+from tests.integration.engine_jobs import MODELS, job
+
+pytestmark = pytest.mark.worker_env
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+TASKS: dict[str, dict[str, Any]] = {
+    "generate": {"type": "generate"},
+    "choice": {"type": "choice", "labels": ["a", "b"]},
+    "json": {"type": "json", "schema": SCHEMA},
+    "json with spaces": {"type": "json", "schema": SCHEMA, "compact": False},
+    "regex": {"type": "regex", "pattern": "a+"},
+    "embed": {"type": "embed"},
+}
+
+FOLLOWS_FROM = {
+    "model": "model.name",
+    "revision": "model.revision",
+    "tokenizer": "model.tokenizer",
+    "trust_remote_code": "model.trust_remote_code",
+    "runner": "task.type",
+    "enable_lora": "model.adapter",
+    "max_loras": "model.adapter",
+    "structured_outputs_config": "task.compact",
+    # of a request
+    "structured_outputs": "task.type",
+    "task": "task.type",
+    "use_activation": "task.normalize",
+    **{
+        name: f"sampling.{name}"
+        for name in (
+            *("max_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty"),
+            *("frequency_penalty", "repetition_penalty", "stop", "seed"),
+        )
+    },
+}
+"""The spec's field behind each argument that may differ from vLLM's own default."""
+
+NEUTRAL_OF_A_REQUEST = {"output_kind", "output_text_buffer_length"}
+"""The latter follows from `stop`."""
+
+
+def spec_of(task: str) -> JobSpec:
+    sampling = {
+        "max_tokens": 7,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 3,
+        "min_p": 0.1,
+        "presence_penalty": 0.1,
+        "frequency_penalty": 0.1,
+        "repetition_penalty": 1.1,
+        "stop": ["x"],
+        "seed": 5,
+    }
+    return job({"name": str(MODELS / "smollm2"), "adapter": "a"}, task=TASKS[task], sampling=sampling)
+
+
+def differing(given: Any, default: Any) -> set[str]:
+    """Names of public fields in which two objects of one class differ."""
+    names = (
+        [field.name for field in dataclasses.fields(given)]
+        if dataclasses.is_dataclass(given)
+        else given.__struct_fields__
+    )
+    return {n for n in names if not n.startswith("_") and getattr(given, n) != getattr(default, n)}
+
+
+def assert_covered(names: set[str], spec: JobSpec) -> None:
+    fields = fingerprint_fields(spec)
+    uncovered = {name for name in names if FOLLOWS_FROM.get(name) not in fields}
+    assert not uncovered, (
+        f"the worker sets {sorted(uncovered)}, which no field of the spec says: make each a field of the "
+        "spec, or name it as neutral"
+    )
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_engine_arguments(task: str) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    from airflow_batchinfer.worker.engines.vllm_options import engine_arguments
+
+    spec = spec_of(task)
+    given, default = engine_arguments(spec), EngineArgs(model=spec.model.name)
+    assert_covered(differing(given, default) - RESULT_NEUTRAL_ENGINE_OPTIONS, spec)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_parameters_of_a_request(task: str) -> None:
+    from airflow_batchinfer.worker.engines.vllm_parameters import Parameters
+
+    spec = spec_of(task)
+    given = Parameters(spec).of_seed(spec.sampling.seed)
+    assert_covered(differing(given, type(given)()) - NEUTRAL_OF_A_REQUEST, spec)
+
+
+def test_what_is_called_neutral_exists() -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    assert {f.name for f in dataclasses.fields(EngineArgs)} >= RESULT_NEUTRAL_ENGINE_OPTIONS
+
+
+def test_compact_json_goes_with_what_the_job_says_of_grammars() -> None:
+    from airflow_batchinfer.worker.engines.vllm_options import engine_arguments
+
+    def grammar(compact: bool, given: dict[str, Any]) -> Any:
+        model = {"name": str(MODELS / "smollm2"), "engine": {"structured_outputs_config": given}}
+        task = TASKS["json"] | {"compact": compact}
+        return engine_arguments(job(model, task=task)).structured_outputs_config
+
+    assert grammar(True, {}).disable_any_whitespace
+    assert grammar(True, {"backend": "guidance"}).backend == "guidance"
+    assert not grammar(False, {}).disable_any_whitespace
+    with pytest.raises(SpecError, match=r"set `task\.compact` instead"):
+        grammar(True, {"disable_any_whitespace": False})
+    with pytest.raises(SpecError, match=r"or set `task\.compact: false`"):
+        grammar(True, {"backend": "outlines"})
