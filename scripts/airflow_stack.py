@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self, TextIO
@@ -189,6 +190,14 @@ class AirflowApi:
         """One XCom value."""
         base = f"/dags/{dag_id}/dagRuns/{quote(run_id, safe='')}/taskInstances/{task_id}"
         return self.call("GET", f"{base}/xcomEntries/{key}", params={"map_index": map_index})["value"]
+
+    def state_mismatches(self, dag_id: str, run_id: str, task_id: str) -> dict[int, int]:
+        """How often the scheduler failed a task only because its executor had told of an earlier
+        execution: by map index. It costs the task a try."""
+        path = "/eventLogs"
+        wanted = {"dag_id": dag_id, "run_id": run_id, "task_id": task_id, "event": "state mismatch"}
+        found = self.call("GET", path, params={**wanted, "limit": 1000})["event_logs"]
+        return dict(Counter(-1 if log["map_index"] is None else log["map_index"] for log in found))
 
     def _poll(self, done: Callable[[], bool], timeout: float) -> bool:
         deadline = time.monotonic() + timeout

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from airflow.providers.cncf.kubernetes.backcompat.backwards_compat_converters import convert_env_vars
 from airflow.providers.cncf.kubernetes.operators.pod import KubernetesPodOperator
@@ -17,6 +18,7 @@ from airflow_batchinfer.errors import BatchInferError, SpecError, WorkerLostErro
 from airflow_batchinfer.operators import pod_shape
 from airflow_batchinfer.operators.bundle import Bundle
 from airflow_batchinfer.operators.pod_fate import Fate, PodEnd, fate_of
+from airflow_batchinfer.operators.pod_trigger import BatchInferPodTrigger
 from airflow_batchinfer.operators.retry import FailureRetryPolicy
 from airflow_batchinfer.operators.shard_work import ShardWork, worker_error
 from airflow_batchinfer.operators.task_label import labelled
@@ -113,7 +115,7 @@ class BatchInferPodOperator(KubernetesPodOperator):
         self._overdue = False
         self._environment: list[k8s.V1EnvVar] = []
 
-    # Airflow calls the first two; the next four are called by KubernetesPodOperator.
+    # Airflow calls `execute` and `trigger_reentry`; KubernetesPodOperator calls the others.
 
     def execute(self, context: Context) -> None:
         """Launch a pod, or find the one that is already there; nothing if all is committed.
@@ -127,7 +129,12 @@ class BatchInferPodOperator(KubernetesPodOperator):
                 self._fill_in(work)
                 super().execute(context)
             else:
+                self._put_away_leftovers(context, work)
                 self._tell_summary(work)
+
+    def defer(self, *, trigger: Any, **kwargs: Any) -> NoReturn:
+        """As every operator, with a trigger that leaves Airflow time to note the deferral."""
+        super().defer(trigger=BatchInferPodTrigger.like(trigger), **kwargs)
 
     def trigger_reentry(self, context: Context, event: dict[str, Any]) -> None:
         """The triggerer saw the pod end, or could not see it: judge by the commits."""
@@ -164,11 +171,10 @@ class BatchInferPodOperator(KubernetesPodOperator):
 
     def get_or_create_pod(self, pod_request_obj: k8s.V1Pod, context: Context) -> k8s.V1Pod:
         """As KubernetesPodOperator, but a pod that has ended is never taken for this try's."""
-        namespace = pod_request_obj.metadata.namespace
-        selector = self._build_find_pod_label_selector(context)
-        for pod in self.client.list_namespaced_pod(namespace, label_selector=selector).items:
-            if pod.status.phase in PodPhase.terminal_states and not self.process_pod_deletion(pod):
-                self.patch_already_checked(pod, reraise=False)
+        assert self._work is not None
+        for pod in self._pods_of_task(context, pod_request_obj.metadata.namespace):
+            if pod.status.phase in PodPhase.terminal_states:
+                self._put_away(pod, self._end_of(pod), context, self._work)
         try:
             return super().get_or_create_pod(pod_request_obj, context)
         except ApiException as error:
@@ -225,6 +231,31 @@ class BatchInferPodOperator(KubernetesPodOperator):
         self._environment = [*given, *(v for v in pod_shape.environment(spec) if v.name not in names)]
         self.env_vars = list(self._environment)
 
+    def _pods_of_task(self, context: Context, namespace: str) -> list[k8s.V1Pod]:
+        selector = self._build_find_pod_label_selector(context)
+        pods: list[k8s.V1Pod] = self.client.list_namespaced_pod(namespace, label_selector=selector).items
+        return pods
+
+    def _put_away(self, pod: k8s.V1Pod, end: PodEnd, context: Context, work: ShardWork) -> None:
+        """Record what became of a pod whose end no try saw, and have no try take it for its own."""
+        self._record(pod.metadata.name, end, context, work)
+        if not self.process_pod_deletion(pod, reraise=False):
+            self.patch_already_checked(pod, reraise=False)
+
+    def _put_away_leftovers(self, context: Context, work: ShardWork) -> None:
+        """All is committed, so whatever pod an earlier try left behind has nothing to do any more."""
+        self._fill_in(work)
+        self.name = self._set_name(self.name)
+        try:
+            request = self.build_pod_request_obj(context)
+            for pod in self._pods_of_task(context, request.metadata.namespace):
+                end = self._end_of(pod)
+                if end.fate == Fate.RUNNING:  # it has written its commits and is about to leave
+                    end = replace(end, fate=Fate.COMMITTED)
+                self._put_away(pod, end, context, work)
+        except _POD_TROUBLE as error:  # the rows are safe; a pod that has ended holds no GPU
+            self.log.warning("could not look for pods of earlier tries: %s", error)
+
     def _aim_anew(self, work: ShardWork) -> None:
         """Have the next launch build a pod of a new name, for the shards that are still open."""
         self.pod = self.remote_pod = self.pod_request_obj = None
@@ -253,18 +284,7 @@ class BatchInferPodOperator(KubernetesPodOperator):
         self.log.info("pod %s on node %s: %s %s", pod, end.node, end.fate, end.message)
         if end.fate == Fate.RUNNING:
             raise WorkerLostError(f"pod {pod} runs on, and the next try finds it again: {trouble}")
-        layout = RunLayout(work.plan.folder)
-        launch = Launch(
-            pod=pod,
-            shards=work.shards,
-            try_number=context["ti"].try_number,
-            fate=end.fate,
-            message=end.message,
-            node=end.node,
-            exit_code=end.exit_code,
-            ended_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
-        )
-        launch.record(work.store, layout)
+        launch = self._record(pod, end, context, work)
         if not work.open_shards():
             self._tell_summary(work)
             return True
@@ -275,11 +295,25 @@ class BatchInferPodOperator(KubernetesPodOperator):
         if end.fate != Fate.RECLAIMED:
             raise _error_of(pod, end, trouble) from trouble
         limit = work.plan.spec.retry.reclaims
-        used = reclaims_of(work.store, layout, work.shards[0], launch.try_number)
+        used = reclaims_of(work.store, RunLayout(work.plan.folder), work.shards[0], launch.try_number)
         if used > limit:
             raise WorkerLostError(f"reclaimed {used} times, `retry.reclaims` is {limit}") from trouble
         self.log.warning("launching another pod; reclaimed %d times of at most %d", used, limit)
         return False
+
+    def _record(self, pod: str, end: PodEnd, context: Context, work: ShardWork) -> Launch:
+        launch = Launch(
+            pod=pod,
+            shards=work.shards,
+            try_number=context["ti"].try_number,
+            fate=end.fate,
+            message=end.message,
+            node=end.node,
+            exit_code=end.exit_code,
+            ended_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
+        )
+        launch.record(work.store, RunLayout(work.plan.folder))
+        return launch
 
     def _end_of(self, pod: k8s.V1Pod | None) -> PodEnd:
         return fate_of(pod, self.base_container_name, overdue=self._overdue)

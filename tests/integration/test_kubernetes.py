@@ -126,9 +126,14 @@ class PodRun:
         return [(launch.fate, launch.exit_code) for launch in launches_of(self.store, self.layout, shard)]
 
     def tries(self) -> dict[int, int]:
-        """Airflow's tries of each infer task."""
+        """Airflow's tries of each infer task, less those that Airflow took back by its own mistake."""
         tasks = self.airflow.tasks(self.dag_id, self.run_id)
-        return {t["map_index"]: t["try_number"] for t in tasks if t["task_id"] == "infer"}
+        mistakes = self.airflow.state_mismatches(self.dag_id, self.run_id, "infer")
+        return {
+            t["map_index"]: t["try_number"] - mistakes.get(t["map_index"], 0)
+            for t in tasks
+            if t["task_id"] == "infer"
+        }
 
     def results(self) -> list[int]:
         import deltalake
@@ -147,6 +152,9 @@ class PodRun:
             ]
         ledger = json.loads(self.store.read_bytes(self.layout.ledger))
         lines.append(f"  tries by task: {self.tries()} · rows {ledger['rows']} · counts {ledger['counts']}")
+        mistakes = self.airflow.state_mismatches(self.dag_id, self.run_id, "infer")
+        if mistakes:
+            lines.append(f"  and tries that the scheduler took back by mistake: {mistakes}")
         return "\n".join(lines)
 
 

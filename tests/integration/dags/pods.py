@@ -28,7 +28,7 @@ def pods(dag_id: str, *, store_conn_id: str | None = None, **arguments: Any) -> 
         runtime="kubernetes",
         store_conn_id=store_conn_id,
         max_parallel_shards=4,
-        retries=1,
+        retries=2,
         retry_delay=timedelta(seconds=1),
         infer_arguments={
             "config_file": os.environ.get("BATCHINFER_TEST_KUBECONFIG"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 import threading
@@ -133,6 +134,50 @@ def test_shards_are_committed_and_nothing_is_launched_again(task: Callable[..., 
     made.operator().execute(made.context(try_number=2))
     assert len(made.kube.cluster.launched) == 1
     assert made.kube.cluster.list("default", lambda _: True) == []
+
+
+def test_a_pod_that_ended_while_no_try_watched_is_recorded_and_deleted(task: Callable[..., Task]) -> None:
+    from airflow.sdk.exceptions import TaskDeferred
+
+    from tests.kube.cluster import wait_until
+
+    made = task()
+    with pytest.raises(TaskDeferred):
+        made.operator(deferrable=True).execute(made.context())
+    wait_until(lambda: made.committed() and not made.kube.cluster.running())
+
+    made.operator(deferrable=True).execute(made.context(try_number=2))
+
+    assert made.fates() == ["committed"]
+    assert len(made.kube.cluster.launched) == 1
+    assert made.kube.cluster.list("default", lambda _: True) == []
+
+
+def test_the_triggers_news_come_when_airflow_has_noted_the_deferral(
+    task: Callable[..., Task], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from airflow.sdk.exceptions import TaskDeferred
+
+    from airflow_batchinfer.operators import pod_trigger
+
+    made = task(model={**SLOW, "backend": "tests.engines:NoSuchEngine"})
+    with pytest.raises(TaskDeferred) as deferred:
+        made.operator(deferrable=True).execute(made.context())
+    path, arguments = deferred.value.trigger.serialize()
+    assert path == "airflow_batchinfer.operators.pod_trigger.BatchInferPodTrigger"
+    trigger = pod_trigger.BatchInferPodTrigger(**arguments)
+    slept: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    async def first_event() -> Any:
+        return await anext(aiter(trigger.run()))
+
+    monkeypatch.setattr(pod_trigger.asyncio, "sleep", sleep)
+
+    assert asyncio.run(first_event()).payload["status"] == "failed"
+    assert 0 < slept[-1] <= pod_trigger.QUIET_SECONDS
 
 
 def test_a_task_killed_by_sigterm_is_no_success(task: Callable[..., Task]) -> None:
