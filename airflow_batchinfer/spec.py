@@ -392,22 +392,39 @@ class FailureSpec(_Strict):
     )
 
 
+OnFailure = Literal["hold", "warn", "dead_letter"]
+"""What a failed expectation does."""
+
+
 class ValidationSpec(_Strict):
     """Great Expectations checks on the outputs; those that follow from the task come by themselves."""
 
     enabled: bool = Field(True, description="Run the checks.")
     expectations: list[dict[str, Any]] = Field(
         default_factory=list,
-        description="Great Expectations, each `{type: expect_..., kwargs: {...}}` over the results' columns.",
+        description=(
+            "Great Expectations, each `{type: expect_..., kwargs: {...}}` over the results' columns; with "
+            "`severity` and its own `on_failure`, if it is to have another one."
+        ),
     )
     suite: str | None = Field(None, description="Path of a suite in Great Expectations' JSON.")
-    on_failure: Literal["hold", "warn"] = Field(
-        "hold", description="`hold`: the gate keeps the results back; `warn`: the report says so."
+    on_failure: OnFailure = Field(
+        "hold",
+        description=(
+            "`hold`: the gate keeps the results back; `warn`: the report says so; `dead_letter`: rows that "
+            "fail become dead letters (`invalid`), and the other rows are published."
+        ),
     )
     sample_rows: int = Field(20_000, ge=1, description="Rows of a shard's outputs that are checked, at most.")
     min_accuracy: float | None = Field(
         None, ge=0.0, le=1.0, description="Least accuracy against `input.truth`; for `task.type: choice`."
     )
+
+    @property
+    def quarantines(self) -> bool:
+        """Whether an expectation can take rows out of the results."""
+        asked = (self.on_failure, *(e.get("on_failure") for e in self.expectations))
+        return self.enabled and "dead_letter" in asked
 
 
 class LineSpec(_Strict):

@@ -30,6 +30,8 @@ def runs(arguments: argparse.Namespace) -> None:
 
 def show(arguments: argparse.Namespace) -> None:
     """Print one run: its shards, its sums, and what is wrong with it."""
+    from airflow_batchinfer.pipeline.accounting import account_of
+
     store = store_of(arguments)
     status = _status(store, arguments.folder)
     plan, layout = status.plan, RunLayout(arguments.folder)
@@ -46,6 +48,11 @@ def show(arguments: argparse.Namespace) -> None:
     if stop is not None:
         print(f"stopped      {stop.advice(arguments.folder)}")
     ledger = _ledger(store, layout)
+    quarantined = account_of(store, arguments.folder, ledger).quarantine.rows if ledger else 0
+    if quarantined:
+        print(
+            f"quarantined  {quarantined:,} of the succeeded rows fail an expectation: invalid, dead letters"
+        )
     for problem in ledger.problems if ledger else []:
         print(f"problem      {problem}")
     if store.exists(layout.report("html")):

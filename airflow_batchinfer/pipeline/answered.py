@@ -7,7 +7,7 @@ times its sent rows.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 
 from airflow_batchinfer.errors import CorruptError
 from airflow_batchinfer.pipeline.answers import positions
+from airflow_batchinfer.pipeline.quarantine import take_out
 from airflow_batchinfer.run.commit import Commit
 from airflow_batchinfer.run.plan import PlannedShard
 from airflow_batchinfer.run.shard import CARRY, COPIES, CUSTOM_ID, INPUT, PART_SCHEMA, ROW_ID, TRACKED_FIELDS
@@ -44,6 +45,10 @@ class AnsweredBatch:
     answers: pa.RecordBatch
     tracked: dict[str, pa.Array]
     copy_of: pa.Array
+
+    def without(self, quarantined: pa.Table) -> AnsweredBatch:
+        """The batch with quarantined rows as dead; see `quarantine.take_out`."""
+        return replace(self, answers=take_out(self.answers, self.row_ids, quarantined))
 
 
 def answered_rows(

@@ -7,7 +7,7 @@ read from the parts that are durable so far.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from airflow_batchinfer.errors import CorruptError
+from airflow_batchinfer.pipeline.quarantine import Quarantine, QuarantinedShard, quarantined_rows, take_out
 from airflow_batchinfer.run.commit import Commit, chosen_commit
 from airflow_batchinfer.run.layout import RunLayout
 from airflow_batchinfer.run.plan import Plan, PlannedShard
@@ -27,13 +28,35 @@ Ids = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class ShardAnswers:
-    """One shard of a run: its rows, its copies, and the answers durable so far."""
+    """One shard of a run: its rows, its copies, and the answers durable so far.
+
+    Rows that validation has quarantined have the outcome that this gave them.
+    """
 
     store: Store
     plan: Plan
     planned: PlannedShard
     commit: Commit | None
     part_keys: tuple[str, ...]
+    quarantined: QuarantinedShard | None = None
+
+    def as_committed(self) -> ShardAnswers:
+        """The same with the worker's own outcomes."""
+        return replace(self, quarantined=None)
+
+    def quarantined_inputs(self, row_ids: Ids) -> Ids:
+        """How many input rows are quarantined that have the answer of each of the given sent rows."""
+        if self.quarantined is None:
+            return np.zeros(len(row_ids), np.int64)
+        out = quarantined_rows(self.store, self.quarantined)[ROW_ID].to_numpy()
+        copies = self.copies([ROW_ID, "copy_of"])
+        answered_by = out
+        if copies is not None:
+            at, is_copy = positions(copies[ROW_ID].to_numpy(), out)
+            answered_by = np.where(is_copy, copies["copy_of"].to_numpy()[at], out)
+        sent, count = np.unique(answered_by, return_counts=True)
+        at, found = positions(sent, row_ids)
+        return np.where(found, count[at], 0) if len(sent) else np.zeros(len(row_ids), np.int64)
 
     def answers(self, columns: Sequence[str], keep: Ids | None = None) -> pa.Table:
         """Answers of sent rows: `row_id` and the part columns asked for, each row once.
@@ -56,7 +79,7 @@ class ShardAnswers:
             if keep is not None:
                 mask &= np.isin(ids, keep)
             tables.append(table.filter(pa.array(mask)))
-        return pa.concat_tables(tables) if tables else pa.table({c: [] for c in wanted})
+        return self._settled(pa.concat_tables(tables) if tables else pa.table({c: [] for c in wanted}))
 
     def sent(self, columns: Sequence[str]) -> pa.Table:
         """Columns of the rows file, in the order to be sent. Raises `CorruptError`."""
@@ -85,11 +108,16 @@ class ShardAnswers:
             if copies is not None:
                 copies = _only(copies, keep)
                 needed = np.concatenate([needed, copies["copy_of"].to_numpy()])
-        answers = self.answers(answer_columns, needed)
+        answers = self.as_committed().answers(answer_columns, needed)
         tables = [self._beside(answers, wanted, sent, ROW_ID, carried)]
         if copies is not None:
             tables.append(self._beside(answers, copies, sent, "copy_of", carried))
-        return pa.concat_tables(tables)
+        return self._settled(pa.concat_tables(tables))
+
+    def _settled(self, answers: pa.Table) -> pa.Table:
+        if self.quarantined is None or not answers.num_rows:
+            return answers
+        return take_out(answers, answers[ROW_ID], quarantined_rows(self.store, self.quarantined))
 
     def _beside(
         self, answers: pa.Table, own: pa.Table, sent: pa.Table, answered_by: str, carried: Sequence[str]
@@ -121,8 +149,20 @@ class ShardAnswers:
         return [CARRY] if CARRY in names else []
 
 
-def shards_of(store: Store, plan: Plan, only: Iterable[int] | None = None) -> Iterator[ShardAnswers]:
-    """The run's shards in order, each opened when its turn comes."""
+def shards_of(
+    store: Store,
+    plan: Plan,
+    only: Iterable[int] | None = None,
+    quarantine: Quarantine | None = None,
+) -> Iterator[ShardAnswers]:
+    """The run's shards in order, each opened when its turn comes.
+
+    Args:
+        store: the run's.
+        plan: the run's.
+        only: these shards; all by default.
+        quarantine: what validation took out of the results; nothing by default.
+    """
     chosen = None if only is None else set(only)
     layout = RunLayout(plan.folder)
     for planned in plan.shards:
@@ -133,7 +173,8 @@ def shards_of(store: Store, plan: Plan, only: Iterable[int] | None = None) -> It
             keys = tuple(part.key for part in commit.parts)
         else:
             keys = tuple(_durable_parts(store, layout, planned.shard, plan.fingerprint))
-        yield ShardAnswers(store, plan, planned, commit, keys)
+        quarantined = quarantine.of(planned.shard) if quarantine else None
+        yield ShardAnswers(store, plan, planned, commit, keys, quarantined)
 
 
 def positions(keys: Ids, wanted: Ids) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.bool_]]:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from airflow_batchinfer.errors import SpecError
 from airflow_batchinfer.pipeline.frames import frame_columns
@@ -21,10 +21,13 @@ from airflow_batchinfer.pipeline.gx import (
 )
 from airflow_batchinfer.pipeline.verdict import Origin
 from airflow_batchinfer.run.shard import ROW_ID
-from airflow_batchinfer.spec import ChoiceTask, EmbedTask, JobSpec, JsonTask, RegexTask
+from airflow_batchinfer.spec import ChoiceTask, EmbedTask, JobSpec, JsonTask, OnFailure, RegexTask
 
 _COLUMN_ARGUMENTS = ("column", "column_A", "column_B", "column_list", "column_set")
 _SEVERITIES = ("critical", "warning", "info")
+_FIELDS = frozenset({"type", "kwargs", "severity", "on_failure"})
+_AGAINST_OTHERS = re.compile(r"unique$|increasing$|decreasing$|outliers$|z_scores")
+"""Expectations that judge a row by the other rows: none of them alone is at fault."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,8 @@ class Expected:
     """Columns of the frame it needs."""
     row_by_row: bool
     """Whether it judges each row by itself, so that shards' results add up."""
+    on_failure: OnFailure
+    """`dead_letter` only if it is critical and a row can fail it alone."""
 
 
 def check_expectations(spec: JobSpec) -> None:
@@ -116,8 +121,8 @@ def _build(spec: JobSpec, config: Any, where: str, origin: Origin) -> Expected:
     if not isinstance(config, dict) or not isinstance(config.get("type"), str):
         raise SpecError(f"{where}: an expectation is `{{type: expect_..., kwargs: {{...}}}}`")
     kind, kwargs = config["type"], config.get("kwargs", {})
-    if origin == "spec" and (unknown := config.keys() - {"type", "kwargs", "severity"}):
-        raise SpecError(f"{where}.{min(unknown)}: unknown field (allowed: kwargs, severity, type)")
+    if origin == "spec" and (unknown := config.keys() - _FIELDS):
+        raise SpecError(f"{where}.{min(unknown)}: unknown field (allowed: {', '.join(sorted(_FIELDS))})")
     if not isinstance(kwargs, dict):
         raise SpecError(f"{where}.kwargs: must be a mapping of arguments")
     severity = config.get("severity") or "critical"
@@ -131,6 +136,7 @@ def _build(spec: JobSpec, config: Any, where: str, origin: Origin) -> Expected:
         expectation = build_expectation(kind, kwargs)
     except NotAnExpectation as error:
         raise SpecError(f"{where}.kwargs: {kind}: {error}") from error
+    row_by_row = is_row_by_row(expectation)
     return Expected(
         type=kind,
         kwargs=kwargs,
@@ -138,8 +144,35 @@ def _build(spec: JobSpec, config: Any, where: str, origin: Origin) -> Expected:
         origin=origin,
         expectation=expectation,
         columns=_columns(spec, kwargs, where),
-        row_by_row=is_row_by_row(expectation),
+        row_by_row=row_by_row,
+        on_failure=_on_failure(
+            spec, config if origin == "spec" else {}, where, kind, row_by_row and severity == "critical"
+        ),
     )
+
+
+def _on_failure(spec: JobSpec, config: dict[str, Any], where: str, kind: str, by_row: bool) -> OnFailure:
+    """What its failure does: its own field, or the job's; `hold` where rows cannot be told apart.
+
+    Args:
+        spec: the job.
+        config: the expectation's fields; empty if it cannot have its own.
+        where: for errors.
+        kind: its type.
+        by_row: whether it is critical and counts the rows that fail.
+    """
+    own = config.get("on_failure")
+    if own is not None and own not in get_args(OnFailure):
+        raise SpecError(f"{where}.on_failure: `{own}` is none of {', '.join(get_args(OnFailure))}")
+    chosen: OnFailure = own or spec.validation.on_failure
+    if chosen != "dead_letter" or (by_row and not _AGAINST_OTHERS.search(kind)):
+        return chosen
+    if own is not None:
+        raise SpecError(
+            f"{where}.on_failure: `dead_letter` is for critical expectations that judge each row by itself, "
+            f"and `{kind}` is not one here: use `hold` or `warn`, or leave `severity` out"
+        )
+    return "hold"
 
 
 def _columns(spec: JobSpec, kwargs: dict[str, Any], where: str) -> frozenset[str]:

@@ -9,11 +9,13 @@ from collections.abc import Iterator
 from pydantic import Field
 
 from airflow_batchinfer.errors import InputError
+from airflow_batchinfer.pipeline.accounting import account_of
 from airflow_batchinfer.pipeline.answers import shards_of
 from airflow_batchinfer.pipeline.shown import RowPicker, ShownRow
 from airflow_batchinfer.pipeline.statistics import wilson
 from airflow_batchinfer.run.document import Document
 from airflow_batchinfer.run.layout import RunLayout
+from airflow_batchinfer.run.ledger import Ledger
 from airflow_batchinfer.run.plan import Plan
 from airflow_batchinfer.store import Store
 
@@ -62,7 +64,8 @@ def write_sheet(store: Store, folder: str, rows: int) -> str:
     plan = Plan.read(store, layout.plan)
     picker = RowPicker(rows, 0, plan.spec.report.seed)
     opened = {}
-    for shard in shards_of(store, plan):
+    ledger = Ledger.read(store, layout.ledger)
+    for shard in shards_of(store, plan, quarantine=account_of(store, folder, ledger).quarantine):
         opened[shard.planned.shard] = shard
         picker.see(shard)
     text = io.StringIO()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pyarrow.compute as pc
 
+from airflow_batchinfer.pipeline.answered import answered_rows
 from airflow_batchinfer.pipeline.answers import ShardAnswers
 from airflow_batchinfer.pipeline.sampling import sample
 from airflow_batchinfer.pipeline.vectors import measure_vectors
@@ -40,36 +42,82 @@ def build_frame(shard: ShardAnswers, columns: Collection[str], most_rows: int) -
     """The shard's rows that succeeded (at most `most_rows`, drawn at random), with these columns.
 
     Args:
+        shard: the shard.
         columns: some of `frame_columns`; `row_id` is always there.
+        most_rows: see above.
 
     Raises:
         CorruptError: a part cannot be read, naming it.
     """
     spec = shard.plan.spec
-    out = spec.output.column
-    embeds = isinstance(spec.task, EmbedTask)
-    prefixed = {spec.output.carry_prefix + c: c for c in spec.carried}
-    carried = {name: column for name, column in prefixed.items() if name in columns}
-    answers = [c for c in _NUMBERS if c in columns]
-    if any(c == out or c.startswith(f"{out}.") for c in columns):
-        answers.append("vector" if embeds else "output")
-
     outcomes = shard.input_rows(["outcome"], [])
     good = outcomes.filter(pc.equal(outcomes["outcome"], Outcome.SUCCEEDED.value))[ROW_ID].to_numpy()
-    table = shard.input_rows(answers, list(carried.values()), keep=sample(np.sort(good), most_rows, seed=0))
+    table = shard.input_rows(
+        _answer_columns(spec, columns),
+        list(_carried(spec, columns).values()),
+        keep=sample(np.sort(good), most_rows, seed=0),
+    )
+    return _frame(spec, columns, table)
+
+
+def all_frames(shard: ShardAnswers, columns: Collection[str], rows: int) -> Iterator[pd.DataFrame]:
+    """All the shard's rows that succeeded, about `rows` a frame (copies included), with these columns.
+
+    Args:
+        shard: a shard with a commit.
+        columns: some of `frame_columns`; `row_id` is always there.
+        rows: see above.
+
+    Raises:
+        CorruptError: a part cannot be read, naming it.
+    """
+    assert shard.commit is not None
+    spec = shard.plan.spec
+    answers, carried = _answer_columns(spec, columns), _carried(spec, columns).values()
+    tables: list[pa.Table] = []
+    for batch in answered_rows(shard.store, shard.planned, shard.commit, list(carried)):
+        wanted = {ROW_ID: batch.row_ids, CUSTOM_ID: batch.custom_ids}
+        wanted |= {name: batch.answers.column(name) for name in answers}
+        wanted |= {name: batch.carried[name] for name in carried}
+        good = pc.equal(batch.answers.column("outcome"), Outcome.SUCCEEDED.value)
+        tables.append(pa.table(wanted).filter(good))
+        if sum(table.num_rows for table in tables) >= rows:
+            yield _frame(spec, columns, pa.concat_tables(tables))
+            tables = []
+    if any(table.num_rows for table in tables):
+        yield _frame(spec, columns, pa.concat_tables(tables))
+
+
+def _answer_columns(spec: JobSpec, columns: Collection[str]) -> list[str]:
+    """Columns of parts behind some of `frame_columns`."""
+    out = spec.output.column
+    answers = [c for c in _NUMBERS if c in columns]
+    if any(c == out or c.startswith(f"{out}.") for c in columns):
+        answers.append("vector" if isinstance(spec.task, EmbedTask) else "output")
+    return answers
+
+
+def _carried(spec: JobSpec, columns: Collection[str]) -> dict[str, str]:
+    """Input columns by their names among `frame_columns`."""
+    prefixed = {spec.output.carry_prefix + c: c for c in spec.carried}
+    return {name: column for name, column in prefixed.items() if name in columns}
+
+
+def _frame(spec: JobSpec, columns: Collection[str], table: pa.Table) -> pd.DataFrame:
+    out = spec.output.column
     series: dict[str, Any] = {ROW_ID: table[ROW_ID].to_numpy()}
     if CUSTOM_ID in columns:
         series[CUSTOM_ID] = table[CUSTOM_ID].to_pandas()
-    for name in answers:
-        if name in _NUMBERS:
+    for name in _answer_columns(spec, columns):
+        if name == "vector":
+            lengths, norms = measure_vectors(table["vector"])
+            series |= {f"{out}.length": lengths, f"{out}.norm": norms}
+        elif name == "output":
+            series[out] = table["output"].to_pandas()
+            series |= _properties(series[out], out, columns)
+        else:
             series[name] = table[name].to_pandas()
-    if "vector" in answers:
-        lengths, norms = measure_vectors(table["vector"])
-        series |= {f"{out}.length": lengths, f"{out}.norm": norms}
-    if "output" in answers:
-        series[out] = table["output"].to_pandas()
-        series |= _properties(series[out], out, columns)
-    for name, column in carried.items():
+    for name, column in _carried(spec, columns).items():
         series[name] = table[column].to_pandas()
     return pd.DataFrame(series)
 

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from airflow_batchinfer.errors import GateError, IncompleteRunError
-from airflow_batchinfer.pipeline.merge import current_ledger
+from airflow_batchinfer.pipeline.accounting import Account, current_ledger
 from airflow_batchinfer.pipeline.pilot import read_pilot
 from airflow_batchinfer.pipeline.report import Report
 from airflow_batchinfer.pipeline.split import load_plan
@@ -36,12 +36,13 @@ def check_run(store: Store, folder: str) -> dict[str, Any]:
     current_ledger(store, load_plan(store, folder))
     digest = ledger.digest()
     verdict = _verdict(store, layout, digest)
-    _check_merge(store, layout, digest)
-    report = _report(store, layout, digest)
+    account = Account(ledger, verdict.quarantine)
+    _check_merge(store, layout, account)
+    report = _report(store, layout, account)
     return {
         "folder": folder,
         "rows": ledger.rows,
-        "counts": ledger.counts,
+        "counts": account.counts,
         "tokens": ledger.tokens.prompt + ledger.tokens.output,
         "checks_passed": verdict.success,
         "accepted_rows_per_held_second": round(report.throughput.accepted_rows_per_held_second, 3),
@@ -91,22 +92,24 @@ def _verdict(store: Store, layout: RunLayout, digest: str) -> Verdict:
     return verdict
 
 
-def _check_merge(store: Store, layout: RunLayout, digest: str) -> None:
+def _check_merge(store: Store, layout: RunLayout, account: Account) -> None:
     try:
         merged = json.loads(store.read_bytes(layout.merge))
     except FileNotFoundError as error:
         raise GateError(
             f"{layout.folder} is complete but not published. Clear merge {_DOWNSTREAM}."
         ) from error
-    if merged.get("ledger_sha256") != digest:
-        raise GateError(f"{layout.folder} was published from an older ledger. Clear merge {_DOWNSTREAM}.")
+    if (merged.get("ledger_sha256"), merged.get("quarantine_sha256")) != account.digests:
+        raise GateError(
+            f"{layout.folder} was published from an older ledger or verdict. Clear merge {_DOWNSTREAM}."
+        )
 
 
-def _report(store: Store, layout: RunLayout, digest: str) -> Report:
+def _report(store: Store, layout: RunLayout, account: Account) -> Report:
     try:
         report = Report.read(store, layout.report("json"))
     except FileNotFoundError as error:
         raise GateError(f"{layout.folder} has no report. Clear report.") from error
-    if report.ledger_sha256 != digest or report.status != "published":
+    if (report.ledger_sha256, report.quarantine_sha256) != account.digests or report.status != "published":
         raise GateError(f"The report of {layout.folder} is out of date. Clear report.")
     return report

@@ -79,12 +79,16 @@ def is_row_by_row(expectation: ExpectationObject) -> bool:
 
 
 def validate_frame(
-    frame: pd.DataFrame, expectations: Sequence[ExpectationObject], id_column: str
+    frame: pd.DataFrame,
+    expectations: Sequence[ExpectationObject],
+    id_column: str,
+    *,
+    all_failing: bool = False,
 ) -> list[dict[str, Any]]:
     """Results of the expectations over a frame, in their order, as Great Expectations' own JSON values.
 
-    Examples of failing rows are named by `id_column`. An expectation that raises does not stop the rest:
-    its result says so in `exception_info`.
+    Failing rows are named by `id_column`: a few examples, or `all_failing`, in `unexpected_index_list`. An
+    expectation that raises does not stop the rest: its result says so in `exception_info`.
     """
     context = _context()
     from great_expectations import ExpectationSuite
@@ -100,7 +104,7 @@ def validate_frame(
     for i, expectation in enumerate(expectations):
         suite.expectations.append(expectation.copy(update={"id": str(i)}))
     result_format = {
-        "result_format": "SUMMARY",
+        "result_format": "COMPLETE" if all_failing else "SUMMARY",
         "partial_unexpected_count": EXAMPLES,
         "unexpected_index_column_names": [id_column],
     }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import timedelta
 from itertools import groupby
 
@@ -17,6 +18,7 @@ from pydantic import Field
 
 from airflow_batchinfer.errors import CorruptError, StoreError
 from airflow_batchinfer.pipeline.tables import open_table
+from airflow_batchinfer.pipeline.verdict import Verdict
 from airflow_batchinfer.run.commit import commits_of
 from airflow_batchinfer.run.document import Document
 from airflow_batchinfer.run.layout import DEAD_LETTERS, RunLayout, results_table, runs_dir
@@ -65,11 +67,11 @@ def delete_runs(store: Store, job: str, older_than: timedelta, *, dry_run: bool 
 def delete_orphans(
     store: Store, job: str, older_than: timedelta = ORPHAN_AGE, *, dry_run: bool = False
 ) -> Removed:
-    """Delete, in all runs of a job, what no plan and no commit names.
+    """Delete, in all runs of a job, what no plan, no commit and no verdict names.
 
-    Those are the rows files of split attempts that another one overtook, and in shards that have a
-    commit, parts that none of its commits names. A shard without a commit keeps all its parts: they
-    are what it resumes from.
+    Those are the rows files of split attempts that another one overtook, quarantines of earlier verdicts,
+    and in shards that have a commit, parts that none of its commits names. A shard without a commit keeps
+    all its parts: they are what it resumes from.
     """
     oldest = time.time() - older_than.total_seconds()
     objects = size = 0
@@ -146,11 +148,13 @@ def _orphans(store: Store, plan: Plan, found: list[ObjectInfo]) -> Iterator[Obje
         if commits:
             committed.add(layout.shard(shard.shard))
         named |= {part.key for commit in commits for part in commit.parts}
+    with suppress(FileNotFoundError):
+        named |= {line.key for line in Verdict.read(store, layout.validation).quarantine.shards}
     for info in found:
         name = info.key.rpartition("/")[2]
         if info.key in named:
             continue
-        if name.startswith(("rows-", "copies-", "kept-", ".writable-")) or (
+        if name.startswith(("rows-", "copies-", "kept-", "quarantine-", ".writable-")) or (
             name.startswith("part-") and info.key.rsplit("/", 2)[0] in committed
         ):
             yield info

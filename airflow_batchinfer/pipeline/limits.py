@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from airflow_batchinfer.pipeline.accounting import Account
 from airflow_batchinfer.pipeline.labels import LabelScores
 from airflow_batchinfer.pipeline.shown import ShownRow, cut
 from airflow_batchinfer.pipeline.verdict import Check
-from airflow_batchinfer.run.ledger import Ledger
-from airflow_batchinfer.run.outcome import Outcome
 from airflow_batchinfer.run.plan import Plan
 from airflow_batchinfer.spec import JobSpec
 
@@ -17,7 +16,7 @@ _EXAMPLES = 3
 
 def check_limits(
     plan: Plan,
-    ledger: Ledger,
+    account: Account,
     dead: Mapping[str, Sequence[ShownRow]],
     scores: LabelScores | None,
 ) -> list[Check]:
@@ -30,15 +29,16 @@ def check_limits(
         dead: examples of dead rows by reason, for the messages.
         scores: answers against the truth column, if there is one.
     """
-    letters = [] if plan.replay_of else _dead_letters(plan.spec, ledger, dead)
+    letters = [] if plan.replay_of else _dead_letters(plan.spec, account, dead)
     return [*letters, *_accuracy(plan.spec, scores)]
 
 
-def _dead_letters(spec: JobSpec, ledger: Ledger, dead: Mapping[str, Sequence[ShownRow]]) -> Iterator[Check]:
+def _dead_letters(spec: JobSpec, account: Account, dead: Mapping[str, Sequence[ShownRow]]) -> Iterator[Check]:
+    ledger, reasons = account.ledger, account.reasons
     rows = ledger.rows + ledger.kept_rows
-    total = sum(n for outcome, n in ledger.counts.items() if outcome != Outcome.SUCCEEDED)
-    worst = max(ledger.reasons, key=lambda r: ledger.reasons[r], default=None)
-    mostly = f", mostly {worst} ({ledger.reasons[worst]:,})" if worst else ""
+    total = ledger.rows - account.succeeded
+    worst = max(reasons, key=lambda r: reasons[r], default=None)
+    mostly = f", mostly {worst} ({reasons[worst]:,})" if worst else ""
     yield _limit(
         "dead letters",
         "failure.max_dead_fraction",
@@ -52,7 +52,7 @@ def _dead_letters(spec: JobSpec, ledger: Ledger, dead: Mapping[str, Sequence[Sho
         yield _limit(
             f"dead letters: {reason}",
             f"failure.max_dead_by_reason.{reason}",
-            ledger.reasons.get(reason, 0),
+            reasons.get(reason, 0),
             rows,
             limit,
             "",

@@ -1,8 +1,8 @@
 """Merge: publish a proven run's results and dead letters, each by one atomic commit.
 
 Rows are read from the parts of the commits that the ledger names, joined by `row_id`, counted on the
-way, and the commit is made only if the counts are the ledger's. Publishing takes the place of what the
-run published before, so a second merge changes nothing.
+way, and the commit is made only if the counts are those of the run's account. Publishing takes the
+place of what the run published before, so a second merge changes nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from pydantic import Field
 
 from airflow_batchinfer.errors import CorruptError, GateError, StaleLedgerError
 from airflow_batchinfer.pipeline import dead_letters, results
-from airflow_batchinfer.pipeline.answered import AnsweredBatch, answered_rows
+from airflow_batchinfer.pipeline.accounting import Account, answered_of_run, current_account
+from airflow_batchinfer.pipeline.answered import AnsweredBatch
 from airflow_batchinfer.pipeline.export import OrderedRows, write_exports
 from airflow_batchinfer.pipeline.kept_rows import kept_results
 from airflow_batchinfer.pipeline.letters_of_run import ReplayNote, overlaid, replays_of, run_letters
@@ -34,11 +35,9 @@ from airflow_batchinfer.pipeline.split import load_plan
 from airflow_batchinfer.pipeline.standing import resolved_rows, standing_of
 from airflow_batchinfer.pipeline.tables import Publication, dataset_of, open_table, publish
 from airflow_batchinfer.pipeline.verdict import Verdict
-from airflow_batchinfer.run.commit import chosen_commit
 from airflow_batchinfer.run.document import Document
 from airflow_batchinfer.run.layout import DEAD_LETTERS, RunLayout, results_table
 from airflow_batchinfer.run.ledger import Ledger
-from airflow_batchinfer.run.outcome import Outcome
 from airflow_batchinfer.run.plan import Plan
 from airflow_batchinfer.store import Store
 
@@ -49,6 +48,7 @@ class MergeResult(Document):
     format_version: int = 1
     created_at: str
     ledger_sha256: str
+    quarantine_sha256: str = Field(description="Digest of what validation had taken out of the results.")
     results_table: str = Field(description="Address of the Delta table.")
     results_version: int
     results: int = Field(description="Rows that this run answered, in the results table.")
@@ -58,66 +58,44 @@ class MergeResult(Document):
     dead_letters: int = Field(description="Rows of this run in the dead-letter table.")
     exports: list[str] = Field(default_factory=list, description="Files written.")
 
+    def is_of(self, account: Account) -> bool:
+        """Whether it was published from this very account."""
+        return (self.ledger_sha256, self.quarantine_sha256) == account.digests
+
 
 def merge(store: Store, folder: str) -> MergeResult:
     """Publish the run and write `merge.json`.
 
     Raises:
-        StaleLedgerError: no complete ledger of this plan, or a shard's chosen commit is not the one it names.
+        StaleLedgerError: no complete ledger of this plan, a shard's chosen commit is not the one it names, or
+            validation has not seen it and takes rows out.
         GateError: validation holds the results back.
-        CorruptError: a file is damaged, or the rows do not add up to the ledger; nothing is published.
+        CorruptError: a file is damaged, or the rows do not add up to the account; nothing is published.
         StoreError: a table or file cannot be written.
     """
     plan = load_plan(store, folder)
-    ledger = current_ledger(store, plan)
-    _obey_verdict(store, plan, ledger)
-    published = _already_published(store, plan, ledger)
+    account = current_account(store, plan)
+    _obey_verdict(store, plan, account.ledger)
+    published = _already_published(store, plan, account)
     if published is not None:
         return published
     with scratch_folder("merge") as scratch:
-        result = _Merge(store, plan, ledger, scratch).run()
+        result = _Merge(store, plan, account, scratch).run()
     result.write(store, RunLayout(folder).merge)
     if plan.replay_of is None:
         remember_published(store, plan)
     return result
 
 
-def _already_published(store: Store, plan: Plan, ledger: Ledger) -> MergeResult | None:
-    """What an earlier merge of the same ledger published, if the tables still have it."""
+def _already_published(store: Store, plan: Plan, account: Account) -> MergeResult | None:
+    """What an earlier merge of the same account published, if the tables still have it."""
     try:
         result = MergeResult.read(store, RunLayout(plan.folder).merge)
         home = load_plan(store, plan.replay_of.folder) if plan.replay_of else plan
         standing_of(store, home)
     except (FileNotFoundError, CorruptError):
         return None
-    return result if result.ledger_sha256 == ledger.digest() else None
-
-
-def current_ledger(store: Store, plan: Plan) -> Ledger:
-    """The run's ledger, if it is complete and no reader would choose other commits today.
-
-    Raises:
-        StaleLedgerError: it is not; says what differs and what to clear.
-    """
-    layout = RunLayout(plan.folder)
-    remedy = "clear reconcile with its downstream tasks"
-    try:
-        ledger = Ledger.read(store, layout.ledger)
-    except FileNotFoundError as error:
-        raise StaleLedgerError(f"{plan.folder} has no ledger: {remedy}") from error
-    if ledger.plan_sha256 != plan.digest():
-        raise StaleLedgerError(f"the ledger of {plan.folder} was made for another plan: {remedy}")
-    if not ledger.complete:
-        first = ledger.problems[0] if ledger.problems else "its sums do not add up"
-        raise StaleLedgerError(f"the ledger of {plan.folder} is not complete ({first}): {remedy}")
-    for line in ledger.shards:
-        commit = chosen_commit(store, layout, line.shard, plan.fingerprint)
-        if commit is None or commit.digest() != line.commit_sha256:
-            now = "has no commit" if commit is None else f"now has the commit {commit.epoch}"
-            raise StaleLedgerError(
-                f"shard {line.shard} of {plan.folder} {now}, the ledger was made from {line.epoch}: {remedy}"
-            )
-    return ledger
+    return result if result.is_of(account) else None
 
 
 def _obey_verdict(store: Store, plan: Plan, ledger: Ledger) -> None:
@@ -132,10 +110,10 @@ def _obey_verdict(store: Store, plan: Plan, ledger: Ledger) -> None:
 class _Merge:
     """One publication of one run."""
 
-    def __init__(self, store: Store, plan: Plan, ledger: Ledger, scratch: Path) -> None:
+    def __init__(self, store: Store, plan: Plan, account: Account, scratch: Path) -> None:
         self._store = store
         self._plan = plan
-        self._ledger = ledger
+        self._account = account
         self._scratch = scratch
         self._columns = results.ResultColumns(plan)
         self._home = load_plan(store, plan.replay_of.folder) if plan.replay_of else plan
@@ -148,7 +126,7 @@ class _Merge:
         """See `merge`."""
         if self._plan.replay_of:
             self._check_home()
-        succeeded = self._ledger.counts.get(Outcome.SUCCEEDED, 0)
+        ledger, succeeded = self._account.ledger, self._account.succeeded
         results_version = publish(self._store, self._results_key, self._results())
         if self._plan.replay_of:
             self._note_replay()
@@ -156,14 +134,15 @@ class _Merge:
         exports = self._export() if self._plan.spec.export else []
         return MergeResult(
             created_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
-            ledger_sha256=self._ledger.digest(),
+            ledger_sha256=ledger.digest(),
+            quarantine_sha256=self._account.quarantine.digest(),
             results_table=self._store.uri_of(self._results_key),
             results_version=results_version,
             results=succeeded,
             kept=self._plan.kept.rows if self._plan.kept else 0,
             dead_letter_table=self._store.uri_of(DEAD_LETTERS),
             dead_letters_version=letters_version,
-            dead_letters=self._ledger.rows - succeeded,
+            dead_letters=ledger.rows - succeeded,
             exports=exports,
         )
 
@@ -175,11 +154,10 @@ class _Merge:
             raise StaleLedgerError(
                 f"run {self._home.run_id!r} is not published yet: run its merge, then clear this one"
             ) from error
-        ledger = current_ledger(self._store, self._home)
-        if merged.ledger_sha256 != ledger.digest():
+        if not merged.is_of(current_account(self._store, self._home)):
             raise StaleLedgerError(
-                f"run {self._home.run_id!r} was published from an older ledger: clear its merge, then "
-                "this one"
+                f"run {self._home.run_id!r} was published from an older ledger or verdict: clear its merge, "
+                "then this one"
             )
 
     def _note_replay(self) -> None:
@@ -257,7 +235,7 @@ class _Merge:
 
     def _export(self) -> list[str]:
         rows = OrderedRows(self._scratch / "ordered", self._columns.exact_schema)
-        for batch in answered_of_run(self._store, self._plan, self._ledger):
+        for batch in answered_of_run(self._store, self._plan, self._account):
             exact = self._columns.rows(batch, exact=True)
             if exact is not None:
                 rows.add(exact)
@@ -268,49 +246,20 @@ class _Merge:
         return write_exports(self._plan, rows, self._scratch)
 
     def _counted(self) -> Iterator[AnsweredBatch]:
-        """All answered rows; fails at the end unless they add up to the ledger."""
+        """All answered rows; fails at the end unless they add up to the account."""
         counts: Counter[str] = Counter()
-        for batch in answered_of_run(self._store, self._plan, self._ledger):
+        for batch in answered_of_run(self._store, self._plan, self._account):
             for count in pc.value_counts(batch.answers.column("outcome")).to_pylist():
                 counts[count["values"]] += count["counts"]
             yield batch
-        stated = {outcome: n for outcome, n in self._ledger.counts.items() if n}
+        stated = {outcome: n for outcome, n in self._account.counts.items() if n}
         if dict(counts) != stated:
             raise CorruptError(
-                f"the rows of {self._plan.folder} count {dict(counts)}, the ledger {stated}: nothing was "
+                f"the rows of {self._plan.folder} count {dict(counts)}, its account {stated}: nothing was "
                 "published; clear reconcile with its downstream tasks"
             )
 
 
 def _dead_letters(store: Store, plan: Plan) -> Iterator[pa.RecordBatch]:
     """Letters that one run leaves."""
-    return run_letters(plan, answered_of_run(store, plan, current_ledger(store, plan), dead_only=True))
-
-
-def answered_of_run(
-    store: Store, plan: Plan, ledger: Ledger, *, dead_only: bool = False
-) -> Iterator[AnsweredBatch]:
-    """Answered rows of a run from the very commits that the ledger names, shard by shard.
-
-    Args:
-        store: the run's.
-        plan: the run's.
-        ledger: the run's.
-        dead_only: leave out shards without a dead row.
-
-    Raises:
-        StaleLedgerError: a shard has another commit by now.
-    """
-    layout = RunLayout(plan.folder)
-    for shard, line in zip(plan.shards, ledger.shards, strict=True):
-        if dead_only and line.counts.get(Outcome.SUCCEEDED, 0) == line.rows:
-            continue
-        commit = chosen_commit(store, layout, shard.shard, plan.fingerprint)
-        if commit is None or commit.digest() != line.commit_sha256:
-            raise StaleLedgerError(
-                f"shard {shard.shard} of {plan.folder} got another commit during merge: "
-                "clear reconcile with its downstream tasks"
-            )
-        yield from answered_rows(store, shard, commit, plan.spec.carried)
-        # A shard's answers are freed whole; kept in pieces by the allocator, they would add up.
-        pa.default_memory_pool().release_unused()
+    return run_letters(plan, answered_of_run(store, plan, current_account(store, plan), dead_only=True))

@@ -16,7 +16,7 @@ from airflow_batchinfer.pipeline.answers import ShardAnswers, copies_of
 from airflow_batchinfer.pipeline.histogram import Histogram
 from airflow_batchinfer.pipeline.vectors import measure_vectors
 from airflow_batchinfer.run.document import Document
-from airflow_batchinfer.run.outcome import Outcome
+from airflow_batchinfer.run.outcome import Outcome, Reason
 from airflow_batchinfer.run.shard import ROW_ID
 from airflow_batchinfer.spec import ChoiceTask, EmbedTask, GenerateTask
 
@@ -71,23 +71,28 @@ def profile_shard(shard: ShardAnswers) -> Profile:
     task = shard.plan.spec.task
     labelled, free, embeds = (isinstance(task, t) for t in (ChoiceTask, GenerateTask, EmbedTask))
     answer = ["vector"] if embeds else ["output"] if labelled or free else []
-    table = shard.answers([*_COUNTED, *_NUMBERS, *answer])
+    table = shard.as_committed().answers([*_COUNTED, *_NUMBERS, *answer])
     if table.num_rows == 0:
         return Profile()
-    copies = copies_of(shard, table[ROW_ID].to_numpy())
+    row_ids = table[ROW_ID].to_numpy()
+    copies = copies_of(shard, row_ids)
     weight = pa.array(1 + copies)
-    good = pc.equal(table["outcome"], Outcome.SUCCEEDED.value)
+    # A copy may be quarantined for what it carries while the row that was sent is not, and the reverse.
+    quarantined = shard.quarantined_inputs(row_ids)
+    out = int(quarantined.sum())
+    left = pa.array(1 + copies - quarantined)
+    good = pc.and_(pc.equal(table["outcome"], Outcome.SUCCEEDED.value), pc.greater(left, 0))
     prompt = table["prompt_tokens"].to_numpy().astype(np.int64)
     output = table["output_tokens"].to_numpy().astype(np.int64)
     ran = (prompt + output) > 0
     return Profile(
         rows=int(pc.sum(weight).as_py()),
         sent=table.num_rows,
-        counts=_tally(table["outcome"], weight),
-        reasons=_tally(table["reason"], weight),
-        finish_reasons=_tally(table["finish_reason"].filter(good), weight.filter(_flat(good))),
-        labels=_tally(table["output"].filter(good), weight.filter(_flat(good))) if labelled else {},
-        refusals=_refusals(table["output"].filter(good), weight.filter(_flat(good))) if free else 0,
+        counts=_moved(_tally(table["outcome"], weight), Outcome.SUCCEEDED, Outcome.INVALID, out),
+        reasons=_moved(_tally(table["reason"], weight), None, Reason.EXPECTATION_FAILED, out),
+        finish_reasons=_tally(table["finish_reason"].filter(good), left.filter(_flat(good))),
+        labels=_tally(table["output"].filter(good), left.filter(_flat(good))) if labelled else {},
+        refusals=_refusals(table["output"].filter(good), left.filter(_flat(good))) if free else 0,
         vector_norms=_norms(table["vector"].filter(good)) if embeds else Histogram(),
         prompt_tokens=Histogram.of(prompt[ran]),
         output_tokens=Histogram.of(output[ran]),
@@ -102,6 +107,16 @@ def _tally(values: pa.ChunkedArray, weight: pa.Array) -> dict[str, int]:
     grouped = pa.table({"value": values, "weight": weight}).group_by("value").aggregate([("weight", "sum")])
     pairs = zip(grouped["value"].to_pylist(), grouped["weight_sum"].to_pylist(), strict=True)
     return {value: int(n) for value, n in sorted(pairs, key=lambda p: str(p[0])) if value is not None}
+
+
+def _moved(counts: dict[str, int], source: str | None, target: str, rows: int) -> dict[str, int]:
+    """The counts after so many rows went from one to the other."""
+    if not rows:
+        return counts
+    moved = counts | {target: counts.get(target, 0) + rows}
+    if source is not None:
+        moved[source] = moved.get(source, 0) - rows
+    return {str(k): n for k, n in sorted(moved.items()) if n}
 
 
 def _refusals(outputs: pa.ChunkedArray, weight: pa.Array) -> int:

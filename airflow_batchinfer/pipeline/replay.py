@@ -18,9 +18,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from airflow_batchinfer.errors import InputError, PlanChangedError, SpecError
+from airflow_batchinfer.pipeline.accounting import answered_of_run, current_account
 from airflow_batchinfer.pipeline.answered import AnsweredBatch
 from airflow_batchinfer.pipeline.freeze import freeze, storable
-from airflow_batchinfer.pipeline.merge import answered_of_run, current_ledger
 from airflow_batchinfer.pipeline.outputs import OutputColumns
 from airflow_batchinfer.pipeline.results import carried_schema, newest_published
 from airflow_batchinfer.pipeline.scratch import scratch_folder
@@ -141,10 +141,10 @@ class LetterReader:
         self._carried = carried_schema(home)
         self.schema = pa.schema([])
         done = _resolved(store, home)
-        ledger = current_ledger(store, home)
+        account = current_account(store, home)
         ids: list[pa.Array] = []
         writer: pq.ParquetWriter | None = None
-        for batch in answered_of_run(store, home, ledger, dead_only=True):
+        for batch in answered_of_run(store, home, account, dead_only=True):
             mask = _wanted(batch, reasons, done)
             rows = self._rows(batch)
             if writer is None:
@@ -158,7 +158,7 @@ class LetterReader:
         writer.close()
         self.row_ids = np.concatenate([np.empty(0, np.int64), *(i.to_numpy() for i in ids)])
         source = f"{store.uri_of(home.folder)}#dead-letters"
-        self.files = [InputFile(uri=source, size=self._path.stat().st_size, version=ledger.digest())]
+        self.files = [InputFile(uri=source, size=self._path.stat().st_size, version=account.ledger.digest())]
 
     def batches(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
         """See `Reader.batches`."""

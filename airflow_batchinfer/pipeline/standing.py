@@ -8,12 +8,12 @@ import pyarrow.dataset as ds
 from pydantic import Field
 
 from airflow_batchinfer.errors import CorruptError
+from airflow_batchinfer.pipeline.accounting import account_of
 from airflow_batchinfer.pipeline.dead_letters import Status
 from airflow_batchinfer.pipeline.tables import dataset_of, open_table
 from airflow_batchinfer.run.document import Document
 from airflow_batchinfer.run.layout import DEAD_LETTERS, RunLayout, results_table
 from airflow_batchinfer.run.ledger import Ledger
-from airflow_batchinfer.run.outcome import Outcome
 from airflow_batchinfer.run.plan import Plan
 from airflow_batchinfer.store import Store
 
@@ -29,13 +29,14 @@ class Standing(Document):
 
 
 def standing_of(store: Store, plan: Plan) -> Standing:
-    """Count a published run's rows in the tables, and hold the sums against its ledger.
+    """Count a published run's rows in the tables, and hold the sums against its account.
 
     Raises:
-        CorruptError: the tables and the ledger do not add up; says which sums differ.
+        CorruptError: the tables and the account do not add up; says which sums differ.
         FileNotFoundError: the run has no ledger.
     """
     ledger = Ledger.read(store, RunLayout(plan.folder).ledger)
+    expected = account_of(store, plan.folder, ledger).succeeded
     own, resolved = 0, 0
     key = results_table(plan.job)
     table = open_table(store, key)
@@ -58,10 +59,10 @@ def standing_of(store: Store, plan: Plan) -> Standing:
             f"run {plan.run_id!r}: {standing.succeeded} succeeded, {standing.resolved} resolved and "
             f"{standing.dead} dead do not add up to {standing.rows} rows: clear merge"
         )
-    if standing.succeeded != ledger.counts.get(Outcome.SUCCEEDED, 0):
+    if standing.succeeded != expected:
         raise CorruptError(
-            f"run {plan.run_id!r}: the results have {standing.succeeded} rows of the run, its ledger "
-            f"{ledger.counts.get(Outcome.SUCCEEDED, 0)}: clear merge"
+            f"run {plan.run_id!r}: the results have {standing.succeeded} rows of the run, its account "
+            f"{expected}: clear merge"
         )
     return standing
 

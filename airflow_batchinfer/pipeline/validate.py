@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
 import pandas as pd
 
 from airflow_batchinfer.errors import GateError, IncompleteRunError
+from airflow_batchinfer.pipeline.accounting import Account
 from airflow_batchinfer.pipeline.answers import ShardAnswers, shards_of
 from airflow_batchinfer.pipeline.drift import check_drift
 from airflow_batchinfer.pipeline.expectations import Expected, expectations_of, title
-from airflow_batchinfer.pipeline.frames import build_frame
+from airflow_batchinfer.pipeline.frames import all_frames, build_frame
 from airflow_batchinfer.pipeline.gx import EXAMPLES, validate_frame
 from airflow_batchinfer.pipeline.labels import LabelCounter
 from airflow_batchinfer.pipeline.limits import check_limits
 from airflow_batchinfer.pipeline.profile import Profile, profile_shard
+from airflow_batchinfer.pipeline.quarantine import Quarantine, QuarantinedShard, QuarantineWriter
 from airflow_batchinfer.pipeline.sampling import ranks
-from airflow_batchinfer.pipeline.shown import RowPicker
+from airflow_batchinfer.pipeline.shown import RowPicker, cut
 from airflow_batchinfer.pipeline.verdict import Check, Verdict
 from airflow_batchinfer.run.layout import RunLayout
 from airflow_batchinfer.run.ledger import Ledger
@@ -29,13 +32,18 @@ from airflow_batchinfer.run.shard import ROW_ID
 from airflow_batchinfer.spec import JobSpec
 from airflow_batchinfer.store import Store
 
+_LISTS = frozenset({"unexpected_list", "unexpected_index_list", "unexpected_index_query"})
+_LONGEST_VALUE = 200
+
 
 def validate(store: Store, folder: str) -> Verdict:
     """Judge the run at `folder`, write `validation.json`, and raise if its results must be held.
 
     One shard is in memory at a time. Expectations that judge rows one by one run over every shard (at
     most `validation.sample_rows` of it), and their counts add up; others (means, quantiles, distinct
-    values) run once over a sample of the whole run of that size.
+    values) run once over a sample of the whole run of that size. Expectations with `on_failure:
+    dead_letter` run first, over every row; the rows that fail are quarantined, and everything else here
+    judges what is left.
 
     Raises:
         IncompleteRunError: the run has no complete ledger.
@@ -51,25 +59,27 @@ def validate(store: Store, folder: str) -> Verdict:
     profile, labels = Profile(), LabelCounter(spec)
     picker = RowPicker(succeeded=0, dead_of_each_reason=3, seed=spec.report.seed)
     opened: dict[int, ShardAnswers] = {}
-    for shard in shards_of(store, plan):
+    for committed in shards_of(store, plan):
+        shard = replace(committed, quarantined=runner.quarantine(committed))
         opened[shard.planned.shard] = shard
         profile = profile.plus(profile_shard(shard))
         labels.see(shard)
         picker.see(shard)
         runner.see(shard)
     scores = labels.scores()
-    limits = check_limits(plan, ledger, picker.dead(opened), scores)
+    account = Account(ledger, runner.quarantined())
+    limits = check_limits(plan, account, picker.dead(opened), scores)
     drift = check_drift(store, plan, profile)
     expectations = runner.finish()
     checks = [*limits, *drift, *expectations]
-    broken = any(c.blocks for c in [*limits, *drift])
-    unmet = any(c.blocks for c in expectations)
+    publish = not any(c.blocks for c in [*limits, *drift]) and not runner.holds
     verdict = Verdict(
         created_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
         ledger_sha256=ledger.digest(),
-        success=not broken and not unmet,
-        publish=not broken and not (unmet and spec.validation.on_failure == "hold"),
-        message=_message(checks, hold=broken or spec.validation.on_failure == "hold"),
+        success=not any(c.blocks for c in checks),
+        publish=publish,
+        message=_message(checks, account.quarantine, publish=publish),
+        quarantine=account.quarantine,
         checks=checks,
         rows_checked=runner.rows_checked,
         details=runner.details,
@@ -95,11 +105,16 @@ def _complete_ledger(store: Store, layout: RunLayout) -> Ledger:
     return ledger
 
 
-def _message(checks: Sequence[Check], hold: bool) -> str:
-    """One sentence: the worst failure with examples, and what to do."""
+def _message(checks: Sequence[Check], quarantine: Quarantine, *, publish: bool) -> str:
+    """One sentence: the worst failure with examples, and what to do; and what was quarantined."""
     failed = sorted((c for c in checks if not c.success), key=lambda c: (not c.blocks, c.origin != "limit"))
+    if quarantine.rows:
+        by_expectation = ", ".join(f"{name} ({n:,})" for name, n in quarantine.expectations.items())
+        became = f" {quarantine.rows:,} rows fail an expectation and are dead letters: {by_expectation}."
+    else:
+        became = ""
     if not failed:
-        return f"All {len(checks)} checks passed."
+        return f"All {len(checks)} checks passed.{became}"
     first = failed[0]
     found = first.error or first.observed
     text = f"{first.name}: found {found}, required {first.required or 'success'}"
@@ -111,10 +126,10 @@ def _message(checks: Sequence[Check], hold: bool) -> str:
     if len(failed) > 1:
         text += f"; {len(failed) - 1} more of {len(checks)} checks failed"
     if not any(c.blocks for c in checks):
-        return f"Passed with warnings: {text}."
-    if hold:
-        return f"Results held back: {text}. See the report; fix the job and start a new run."
-    return f"Published with warnings: {text}."
+        return f"Passed with warnings: {text}.{became}"
+    if not publish:
+        return f"Results held back: {text}.{became} See the report; fix the job and start a new run."
+    return f"Published with warnings: {text}.{became}"
 
 
 @dataclass
@@ -128,6 +143,7 @@ class _Total:
     observed: str = ""
     error: str | None = None
     examples: list[dict[str, Any]] = field(default_factory=list)
+    dead_lettered: int = 0
 
 
 class _ExpectationRunner:
@@ -135,16 +151,57 @@ class _ExpectationRunner:
 
     def __init__(self, store: Store, layout: RunLayout, spec: JobSpec) -> None:
         expected = expectations_of(spec) if spec.validation.enabled else []
-        self._by_row = [_Total(e) for e in expected if e.row_by_row]
-        self._whole = [_Total(e) for e in expected if not e.row_by_row]
+        deadly = [e for e in expected if e.on_failure == "dead_letter"]
+        others = [e for e in expected if e.on_failure != "dead_letter"]
+        self._deadly = [_Total(e) for e in deadly]
+        self._by_row = [_Total(e) for e in others if e.row_by_row]
+        self._whole = [_Total(e) for e in others if not e.row_by_row]
         self._store, self._layout, self._spec = store, layout, spec
-        self._columns = frozenset().union(*(e.columns for e in expected))
+        self._columns = frozenset().union(*(e.columns for e in others))
+        self._deadly_columns = frozenset().union(*(e.columns for e in deadly))
+        self._quarantined: list[QuarantinedShard] = []
         self._sample = pd.DataFrame()
         self.rows_checked = 0
         self.details: list[str] = []
 
+    @property
+    def holds(self) -> bool:
+        """Whether a failure keeps the results back; know it after `finish`."""
+        return any(_check(t).blocks and t.expected.on_failure != "warn" for t in self._totals)
+
+    @property
+    def _totals(self) -> list[_Total]:
+        return [*self._deadly, *self._by_row, *self._whole]
+
+    def quarantine(self, shard: ShardAnswers) -> QuarantinedShard | None:
+        """Run the expectations that make dead letters over all the shard's rows; write down who fails."""
+        if not self._deadly:
+            return None
+        number, failing = shard.planned.shard, QuarantineWriter()
+        frames = all_frames(shard, self._deadly_columns, self._spec.validation.sample_rows)
+        for index, frame in enumerate(frames):
+            if not self._by_row and not self._whole:
+                self.rows_checked += len(frame)
+            name = f"shard-{number:05d}-rows-{index:03d}"
+            for total, result in self._run(frame, self._deadly, name, all_failing=True):
+                for row in (result.get("result") or {}).get("unexpected_index_list") or []:
+                    total.dead_lettered += 1
+                    failing.add(int(row[ROW_ID]), _words(total.expected, row))
+        line = failing.write(self._store, self._layout, number)
+        if line is not None:
+            self._quarantined.append(line)
+        return line
+
+    def quarantined(self) -> Quarantine:
+        """What `quarantine` has found in all shards."""
+        counts: Counter[str] = Counter()
+        for total in self._deadly:
+            if total.dead_lettered:
+                counts[title(total.expected.type, total.expected.kwargs)] += total.dead_lettered
+        return Quarantine(shards=self._quarantined, expectations=dict(counts))
+
     def see(self, shard: ShardAnswers) -> None:
-        """Check one shard."""
+        """Check one shard's rows that are not quarantined."""
         if not self._by_row and not self._whole:
             return
         most = self._spec.validation.sample_rows
@@ -162,17 +219,35 @@ class _ExpectationRunner:
         """Check the run's sample, and sum up."""
         if self._whole and not self._sample.empty:
             self._run(self._sample.reset_index(drop=True), self._whole, "run")
-        return [_check(total) for total in [*self._by_row, *self._whole]]
+        return [_check(total) for total in self._totals]
 
-    def _run(self, frame: pd.DataFrame, totals: Sequence[_Total], name: str) -> None:
+    def _run(
+        self, frame: pd.DataFrame, totals: Sequence[_Total], name: str, *, all_failing: bool = False
+    ) -> list[tuple[_Total, dict[str, Any]]]:
+        """Check one frame, add up, keep the results in the store, and return them with their totals."""
         if not totals:
-            return
-        results = validate_frame(frame, [t.expected.expectation for t in totals], ROW_ID)
+            return []
+        expectations = [t.expected.expectation for t in totals]
+        results = validate_frame(frame, expectations, ROW_ID, all_failing=all_failing)
         for total, result in zip(totals, results, strict=True):
             _add(total, result)
         key = self._layout.expectations(name)
-        self._store.write_bytes(key, json.dumps(results, indent=1, default=str).encode())
+        kept = [_without_lists(result) for result in results]
+        self._store.write_bytes(key, json.dumps(kept, indent=1, default=str).encode())
         self.details.append(key)
+        return list(zip(totals, results, strict=True))
+
+
+def _words(expected: Expected, row: dict[str, Any]) -> str:
+    """What a failing row's dead letter says."""
+    found = ", ".join(f"{k} {json.dumps(v, default=str)}" for k, v in row.items() if k != ROW_ID)
+    return f"{title(expected.type, expected.kwargs)} ({expected.type}): found {cut(found, _LONGEST_VALUE)}"
+
+
+def _without_lists(result: dict[str, Any]) -> dict[str, Any]:
+    """A result without its lists of all failing rows: the quarantine has them."""
+    values = {k: v for k, v in (result.get("result") or {}).items() if k not in _LISTS}
+    return result | {"result": values}
 
 
 def _add(total: _Total, result: dict[str, Any]) -> None:
@@ -197,16 +272,22 @@ def _check(total: _Total) -> Check:
     good = total.checked - total.unexpected
     enough = total.checked == 0 or good / total.checked >= mostly
     counted = expected.row_by_row and not total.observed
+    observed = f"{total.unexpected:,} of {total.checked:,} values fail" if counted else total.observed
+    if total.dead_lettered:
+        observed += "; those rows are dead letters"
+        # What fails is out of the results; only a tolerance that the job states can be exceeded.
+        enough = enough or "mostly" not in expected.kwargs
     return Check(
         name=title(expected.type, expected.kwargs),
         kind=expected.type,
         origin=expected.origin,
         severity=expected.severity,
         success=total.success and enough,
-        observed=f"{total.unexpected:,} of {total.checked:,} values fail" if counted else total.observed,
+        observed=observed,
         required=_required(expected, mostly),
         checked=total.checked if counted else None,
         unexpected=total.unexpected if counted else None,
+        dead_lettered=total.dead_lettered,
         examples=total.examples,
         error=total.error,
     )

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from airflow_batchinfer.pipeline.labels import LabelScores
 from airflow_batchinfer.pipeline.profile import Profile
+from airflow_batchinfer.pipeline.quarantine import Quarantine
 from airflow_batchinfer.run.document import Document
 
 Origin = Literal["task", "spec", "suite", "limit", "drift"]
@@ -26,6 +27,7 @@ class Check(Document):
     required: str = Field("", description="What was asked for, in words.")
     checked: int | None = Field(None, description="Values looked at.")
     unexpected: int | None = Field(None, description="Values that failed.")
+    dead_lettered: int = Field(0, description="Rows that became dead letters because of it.")
     examples: list[dict[str, Any]] = Field(default_factory=list, description="A few that failed, by row.")
     error: str | None = Field(None, description="Why it could not be evaluated.")
 
@@ -43,6 +45,7 @@ class Verdict(Document):
     ledger_sha256: str = Field(description="Digest of the ledger it judged.")
     success: bool = Field(description="No critical check failed.")
     publish: bool = Field(description="No limit is broken, and no expectation unless `on_failure: warn`.")
+    quarantine: Quarantine = Field(Quarantine(), description="Rows it takes out of the results.")
     message: str = Field(description="One sentence for the log; with what to do if it failed.")
     checks: list[Check]
     rows_checked: int = Field(description="Rows of the results that expectations looked at.")

@@ -74,6 +74,10 @@ class RunLayout:
         """Great Expectations' own results, for a shard or for the run's sample."""
         return f"{self.folder}/validation/{name}.json"
 
+    def quarantine(self, shard: int, sha256: str) -> str:
+        """The rows of one shard that validation takes out of the results, by the file's hash."""
+        return f"{self.folder}/validation/quarantine-{shard:05d}-{sha256[:16]}.parquet"
+
     def launches(self, shard: int) -> str:
         """Folder of what became of the pods launched for the bundle whose first shard is this."""
         return f"{self.folder}/launches/{shard:05d}"

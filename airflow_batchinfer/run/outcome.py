@@ -45,7 +45,7 @@ class Reason(StrEnum):
     EMPTY_OUTPUT = "empty_output"
     """The output is blank."""
     EXPECTATION_FAILED = "expectation_failed"
-    """A Great Expectations check that the spec makes deadly."""
+    """The output fails an expectation whose `on_failure` is `dead_letter`; `validate` finds out."""
     ENGINE_KILLED = "engine_killed"
     """The engine dies whenever it runs this row."""
 

@@ -89,11 +89,30 @@ def test_a_rejected_pilot_ends_the_run(airflow, gated_job):
     assert sum(paid(log).values()) == 8
 
 
-def test_a_plan_without_pilot_passes_the_judge(airflow, airflow_store, gated_job):
-    fields, _ = gated_job("unpiloted", pilot=False)
+def test_no_pilot_passes_the_judge_and_failing_rows_are_dead_letters(airflow, airflow_store, gated_job):
+    expected = {
+        "type": "expect_column_values_to_be_in_set",
+        "kwargs": {"column": "output", "value_set": ["yes"]},
+        "on_failure": "dead_letter",
+    }
+    fields, _ = gated_job(
+        "unpiloted",
+        pilot=False,
+        validation={"expectations": [expected]},
+        failure={"max_dead_fraction": 0.9},
+    )
     run_id = airflow.trigger("piloted_job", {"spec": fields})
     assert airflow.wait("piloted_job", run_id) == "success", airflow.states("piloted_job", run_id)
-    assert len(StoredRun(airflow_store, "unpiloted", run_id).results()) == 40
+    run = StoredRun(airflow_store, "unpiloted", run_id)
+    results, letters = run.results(), run.dead_letters()
+    assert {row["output"] for row in results} == {"yes"}
+    assert {(row["outcome"], row["reason"]) for row in letters} == {("invalid", "expectation_failed")}
+    assert sorted(row["row_id"] for row in [*results, *letters]) == list(range(40))
+    assert run.ledger["counts"]["succeeded"] == 40, "what the workers answered stays as it was proven"
+    report = run.document(run.layout.report("json"))
+    assert report["counts"] == {"succeeded": len(results), "invalid": len(letters)}
+    told = airflow.log("piloted_job", run_id, "validate")
+    assert f"{len(letters)} rows fail an expectation and are dead letters" in told
 
 
 def test_a_run_that_turns_bad_is_stopped_and_resumes(airflow, airflow_store, gated_job):

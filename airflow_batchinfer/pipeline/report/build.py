@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import Any, Literal, TypeVar
 
+from airflow_batchinfer.pipeline.accounting import Account, account_of
 from airflow_batchinfer.pipeline.answers import ShardAnswers, shards_of
 from airflow_batchinfer.pipeline.attempts import Attempt, attempts_of
 from airflow_batchinfer.pipeline.eyes import read_review
@@ -44,7 +45,9 @@ def build_report(store: Store, plan: Plan) -> Report:
     profile, lines, paid = Profile(), [], 0
     engine: dict[str, str] = {}
     opened: dict[int, ShardAnswers] = {}
-    for shard in shards_of(store, plan):
+    ledger = _optional(Ledger, store, layout.ledger)
+    account = account_of(store, plan.folder, ledger) if ledger else None
+    for shard in shards_of(store, plan, quarantine=account.quarantine if account else None):
         opened[shard.planned.shard] = shard
         own = profile_shard(shard)
         profile = profile.plus(own)
@@ -54,13 +57,14 @@ def build_report(store: Store, plan: Plan) -> Report:
         lines.append(_line(shard, own, attempts, start))
         engine = engine or (shard.commit.engine if shard.commit else {})
 
-    ledger = _optional(Ledger, store, layout.ledger)
-    ledger_sha256 = ledger.digest() if ledger else None
+    ledger_sha256, quarantine_sha256 = account.digests if account else (None, None)
     verdict = _optional(Verdict, store, layout.validation)
     merged = _merged(store, layout)
-    published = merged is not None and merged.get("ledger_sha256") == ledger_sha256
+    published = merged is not None and (
+        (merged.get("ledger_sha256"), merged.get("quarantine_sha256")) == (ledger_sha256, quarantine_sha256)
+    )
     unprocessed = plan.rows - profile.rows
-    problems = _problems(plan, profile, ledger, lines)
+    problems = _problems(plan, profile, account, lines)
     status: Status
     pilot, stop = read_pilot(store, plan.folder), read_stop(store, plan.folder)
     halted = stop is not None or (pilot is not None and not pilot.success)
@@ -89,6 +93,7 @@ def build_report(store: Store, plan: Plan) -> Report:
         problems=problems,
         warnings=list(plan.warnings),
         ledger_sha256=ledger_sha256,
+        quarantine_sha256=quarantine_sha256,
         model=plan.spec.model.name,
         engine=engine,
         task=plan.spec.task.type,
@@ -190,16 +195,18 @@ def _stages(
     return stages
 
 
-def _problems(plan: Plan, profile: Profile, ledger: Ledger | None, lines: list[ShardLine]) -> list[str]:
+def _problems(plan: Plan, profile: Profile, account: Account | None, lines: list[ShardLine]) -> list[str]:
+    ledger = account.ledger if account else None
     problems = list(ledger.problems) if ledger else ["The run has no ledger yet: reconcile has not run."]
     for line in lines:
         if line.state != "committed" and not any(f"shard {line.shard:04d}" in p for p in problems):
             problems.append(f"shard {line.shard:04d} has no commit: {line.state}. {line.message}".strip())
-    if ledger and ledger.complete and profile.rows == plan.rows:
+    if account and account.ledger.complete and profile.rows == plan.rows:
+        counts = account.counts
         differing = [
-            f"{o}: {ledger.counts.get(o, 0)} in the ledger, {profile.counts.get(o, 0)} in parts"
-            for o in sorted(ledger.counts.keys() | profile.counts.keys())
-            if ledger.counts.get(o, 0) != profile.counts.get(o, 0)
+            f"{o}: {counts.get(o, 0)} in the ledger, {profile.counts.get(o, 0)} in parts"
+            for o in sorted(counts.keys() | profile.counts.keys())
+            if counts.get(o, 0) != profile.counts.get(o, 0)
         ]
         if differing:
             problems.append("Parts and ledger disagree: " + "; ".join(differing) + ". Clear reconcile.")

@@ -68,6 +68,7 @@ class Report(Document):
     problems: list[str]
     warnings: list[str]
     ledger_sha256: str | None = Field(description="Digest of the ledger it was written from.")
+    quarantine_sha256: str | None = Field(description="Digest of what validation took out of the results.")
     model: str
     engine: dict[str, str]
     task: str

@@ -123,7 +123,7 @@ def test_part_damaged_after_reconcile_publishes_nothing(tmp_path: Path, store: S
 def test_rows_that_do_not_add_up_publish_nothing(
     tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from airflow_batchinfer.pipeline import merge as module
+    from airflow_batchinfer.pipeline import accounting as module
 
     plan = planned(tmp_path, store)
     publish_run(store, plan)
