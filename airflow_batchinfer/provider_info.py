@@ -36,6 +36,9 @@ def get_provider_info() -> dict[str, Any]:
                 "python-modules": [f"airflow_batchinfer.operators.{name}" for name in _OPERATORS],
             }
         ],
+        "extra-links": [
+            f"airflow_batchinfer.operators.links.{name}" for name in ("DataDocsLink", "ReportLink")
+        ],
         "config": {
             "batchinfer": {
                 "description": "Settings of the batch inference provider.",
@@ -48,6 +51,16 @@ def get_provider_info() -> dict[str, Any]:
                         "version_added": airflow_batchinfer.__version__,
                         "type": "string",
                         "example": "/opt/batchinfer/worker/bin/python",
+                        "default": "",
+                    },
+                    "store_url": {
+                        "description": (
+                            "Address under which a browser can open the store's files, if you serve them: "
+                            "the links to reports and data docs then start with it."
+                        ),
+                        "version_added": airflow_batchinfer.__version__,
+                        "type": "string",
+                        "example": "https://files.example.com/batchinfer",
                         "default": "",
                     },
                     "store": {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from airflow_batchinfer.operators.base import RunOperator
+from airflow_batchinfer.operators.links import ReportLink, page_address
 from airflow_batchinfer.run.layout import RunLayout
 
 if TYPE_CHECKING:
@@ -18,6 +19,8 @@ class ReportOperator(RunOperator):
     that "clear failed" clears it, and the report is written again once the run is whole.
     """
 
+    operator_extra_links = (ReportLink(),)
+
     def execute(self, context: Context) -> str:
         """The report's address. Raises what keeps the run from being published."""
         from airflow_batchinfer.pipeline.gate import check_run
@@ -27,5 +30,7 @@ class ReportOperator(RunOperator):
         write_report(store, folder)
         address = store.uri_of(RunLayout(folder).report("html"))
         self.log.info("report: %s", address)
+        page = page_address(store, RunLayout(folder).report("html"))
+        context["ti"].xcom_push(key=ReportLink.address_key, value=page)
         check_run(store, folder)
         return address

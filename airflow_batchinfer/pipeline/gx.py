@@ -112,3 +112,52 @@ def validate_frame(
     results = validated.to_json_dict()["results"]
     by_id = {int(r["expectation_config"]["id"]): r for r in results}
     return [by_id[i] for i in range(len(expectations))]
+
+
+def render_sections(suite: str, run_id: str, time: str, results: Sequence[Mapping[str, Any]]) -> list[str]:
+    """HTML of the sections of Great Expectations' page of validation results.
+
+    Values in `results` go into it as they are: escape them first.
+    """
+    _context()
+    import great_expectations
+    from great_expectations.core import ExpectationSuiteValidationResult, ExpectationValidationResult
+    from great_expectations.expectations.expectation_configuration import ExpectationConfiguration
+    from great_expectations.render.renderer.page_renderer import ValidationResultsPageRenderer
+    from great_expectations.render.view.view import DefaultJinjaSectionView
+
+    made = [
+        ExpectationValidationResult(
+            success=result["success"],
+            expectation_config=ExpectationConfiguration(
+                type=result["expectation_config"]["type"], kwargs=result["expectation_config"]["kwargs"]
+            ),
+            result=result["result"],
+            exception_info=result["exception_info"],
+            meta={},
+        )
+        for result in results
+    ]
+    good = sum(result["success"] for result in results)
+    validated = ExpectationSuiteValidationResult(
+        success=good == len(made),
+        results=made,
+        suite_name=suite,
+        statistics={
+            "evaluated_expectations": len(made),
+            "successful_expectations": good,
+            "unsuccessful_expectations": len(made) - good,
+            "success_percent": 100 * good / len(made) if made else None,
+        },
+        meta={
+            "run_id": {"run_name": run_id, "run_time": time},
+            "great_expectations_version": great_expectations.__version__,
+            "active_batch_definition": {"data_asset_name": "results"},
+        },
+    )
+    page: dict[str, Any] = ValidationResultsPageRenderer().render(validated).to_json_dict()
+    view: Any = DefaultJinjaSectionView()
+    return [
+        str(view.render({"section": section, "section_loop": {"index": number}}))
+        for number, section in enumerate(page["sections"], start=1)
+    ]

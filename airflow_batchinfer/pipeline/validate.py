@@ -14,6 +14,7 @@ import pandas as pd
 from airflow_batchinfer.errors import GateError, IncompleteRunError
 from airflow_batchinfer.pipeline.accounting import Account
 from airflow_batchinfer.pipeline.answers import ShardAnswers, shards_of
+from airflow_batchinfer.pipeline.data_docs import data_docs
 from airflow_batchinfer.pipeline.drift import check_drift
 from airflow_batchinfer.pipeline.expectations import Expected, expectations_of, title
 from airflow_batchinfer.pipeline.frames import all_frames, build_frame
@@ -56,7 +57,7 @@ def validate(store: Store, folder: str) -> Verdict:
     ledger = _complete_ledger(store, layout)
     spec = plan.spec
     runner = _ExpectationRunner(store, layout, spec)
-    profile, labels = Profile(), LabelCounter(spec)
+    profile, labels, now = Profile(), LabelCounter(spec), datetime.now(UTC).isoformat(timespec="milliseconds")
     picker = RowPicker(succeeded=0, dead_of_each_reason=3, seed=spec.report.seed)
     opened: dict[int, ShardAnswers] = {}
     for committed in shards_of(store, plan):
@@ -74,7 +75,7 @@ def validate(store: Store, folder: str) -> Verdict:
     checks = [*limits, *drift, *expectations]
     publish = not any(c.blocks for c in [*limits, *drift]) and not runner.holds
     verdict = Verdict(
-        created_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
+        created_at=now,
         ledger_sha256=ledger.digest(),
         success=not any(c.blocks for c in checks),
         publish=publish,
@@ -83,6 +84,7 @@ def validate(store: Store, folder: str) -> Verdict:
         checks=checks,
         rows_checked=runner.rows_checked,
         details=runner.details,
+        data_docs=runner.write_data_docs(plan, now),
         profile=profile,
         labels=scores,
     )
@@ -138,12 +140,15 @@ class _Total:
 
     expected: Expected
     checked: int = 0
+    missing: int = 0
     unexpected: int = 0
     success: bool = True
     observed: str = ""
     error: str | None = None
     examples: list[dict[str, Any]] = field(default_factory=list)
     dead_lettered: int = 0
+    values: list[Any] = field(default_factory=list)
+    last: dict[str, Any] = field(default_factory=dict)
 
 
 class _ExpectationRunner:
@@ -221,6 +226,15 @@ class _ExpectationRunner:
             self._run(self._sample.reset_index(drop=True), self._whole, "run")
         return [_check(total) for total in self._totals]
 
+    def write_data_docs(self, plan: Plan, time: str) -> str | None:
+        """Write Great Expectations' page of the run; its key, or none if nothing was expected."""
+        if not self._totals:
+            return None
+        results = [_summed(total) for total in self._totals]
+        page = data_docs(plan.job, plan.run_id, time, results)
+        self._store.write_bytes(self._layout.data_docs, page.encode())
+        return self._layout.data_docs
+
     def _run(
         self, frame: pd.DataFrame, totals: Sequence[_Total], name: str, *, all_failing: bool = False
     ) -> list[tuple[_Total, dict[str, Any]]]:
@@ -258,10 +272,13 @@ def _add(total: _Total, result: dict[str, Any]) -> None:
         total.success, total.error = False, raised
     elif "unexpected_count" in values and "element_count" in values:
         total.checked += values["element_count"] - (values.get("missing_count") or 0)
+        total.missing += values.get("missing_count") or 0
         total.unexpected += values["unexpected_count"]
     else:
         total.success = total.success and bool(result["success"])
         total.observed = f"{values.get('observed_value')}"
+    total.last = result if raised is not None or not _exception(total.last) else total.last
+    total.values += list(values.get("partial_unexpected_list") or [])[: EXAMPLES - len(total.values)]
     room = EXAMPLES - len(total.examples)
     total.examples += list(values.get("partial_unexpected_index_list") or [])[:room]
 
@@ -291,6 +308,30 @@ def _check(total: _Total) -> Check:
         examples=total.examples,
         error=total.error,
     )
+
+
+def _summed(total: _Total) -> dict[str, Any]:
+    """An expectation's results over all frames as one of Great Expectations' own."""
+    values = dict(total.last.get("result") or {})
+    if total.checked or total.missing:
+        rows = total.checked + total.missing
+        share = 100 * total.unexpected / total.checked if total.checked else 0.0
+        values = {
+            "element_count": rows,
+            "missing_count": total.missing,
+            "missing_percent": 100 * total.missing / rows,
+            "unexpected_count": total.unexpected,
+            "unexpected_percent": share,
+            "unexpected_percent_nonmissing": share,
+            "unexpected_percent_total": 100 * total.unexpected / rows,
+            "partial_unexpected_list": total.values,
+        }
+    return {
+        "success": _check(total).success,
+        "expectation_config": {"type": total.expected.type, "kwargs": dict(total.expected.kwargs)},
+        "result": values,
+        "exception_info": total.last.get("exception_info") or {"raised_exception": False},
+    }
 
 
 def _required(expected: Expected, mostly: float) -> str:

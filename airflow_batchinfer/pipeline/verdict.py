@@ -50,5 +50,6 @@ class Verdict(Document):
     checks: list[Check]
     rows_checked: int = Field(description="Rows of the results that expectations looked at.")
     details: list[str] = Field(default_factory=list, description="Keys of Great Expectations' own JSON.")
+    data_docs: str | None = Field(None, description="Key of Great Expectations' page of the run.")
     profile: Profile = Field(description="What the answers look like; the next run is compared with it.")
     labels: LabelScores | None = Field(None, description="Answers against the truth column.")

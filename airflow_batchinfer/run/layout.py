@@ -74,6 +74,11 @@ class RunLayout:
         """Great Expectations' own results, for a shard or for the run's sample."""
         return f"{self.folder}/validation/{name}.json"
 
+    @property
+    def data_docs(self) -> str:
+        """Great Expectations' page of the run."""
+        return f"{self.folder}/validation/data_docs.html"
+
     def quarantine(self, shard: int, sha256: str) -> str:
         """The rows of one shard that validation takes out of the results, by the file's hash."""
         return f"{self.folder}/validation/quarantine-{shard:05d}-{sha256[:16]}.parquet"

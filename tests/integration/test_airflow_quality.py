@@ -113,6 +113,12 @@ def test_no_pilot_passes_the_judge_and_failing_rows_are_dead_letters(airflow, ai
     assert report["counts"] == {"succeeded": len(results), "invalid": len(letters)}
     told = airflow.log("piloted_job", run_id, "validate")
     assert f"{len(letters)} rows fail an expectation and are dead letters" in told
+    pages = {"validate": ("Data docs", run.layout.data_docs), "report": ("Report", run.layout.report("html"))}
+    for task, (name, key) in pages.items():
+        address = (airflow_store / key).as_uri()
+        path = f"/dags/piloted_job/dagRuns/{run_id}/taskInstances/{task}/links"
+        assert airflow.call("GET", path)["extra_links"] == {name: address}
+    assert f"data docs: {(airflow_store / run.layout.data_docs).as_uri()}" in told
 
 
 def test_a_run_that_turns_bad_is_stopped_and_resumes(airflow, airflow_store, gated_job):

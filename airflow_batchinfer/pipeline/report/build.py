@@ -123,6 +123,7 @@ def build_report(store: Store, plan: Plan) -> Report:
             "results table": store.uri_of(results_table(plan.job)),
             "dead-letter table": store.uri_of(DEAD_LETTERS),
             "sheet to mark by hand": store.uri_of(layout.review("csv")),
+            **({"data docs": store.uri_of(verdict.data_docs)} if verdict and verdict.data_docs else {}),
             "run folder": store.uri_of(plan.folder),
         },
     )

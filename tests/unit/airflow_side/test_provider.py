@@ -30,10 +30,29 @@ def test_every_module_it_names_is_there(info):
             importlib.import_module(module)
 
 
+def test_every_link_it_names_is_an_operators(info):
+    from airflow_batchinfer.operators.report import ReportOperator
+    from airflow_batchinfer.operators.validate import ValidateOperator
+
+    links = [*ValidateOperator.operator_extra_links, *ReportOperator.operator_extra_links]
+    assert {f"{type(link).__module__}.{type(link).__name__}" for link in links} == set(info["extra-links"])
+
+
+def test_pages_are_linked_where_a_browser_can_open_them(monkeypatch, tmp_path):
+    from airflow_batchinfer.operators.links import page_address
+    from airflow_batchinfer.store import LocalStore, open_store
+
+    local, bucket = LocalStore(tmp_path), open_store("s3://bucket/prefix", {})
+    assert page_address(local, "job/page.html") == f"file://{tmp_path}/job/page.html"
+    assert page_address(bucket, "job/page.html") == "s3://bucket/prefix/job/page.html"
+    monkeypatch.setenv("AIRFLOW__BATCHINFER__STORE_URL", "https://files.example.com/b/")
+    assert page_address(bucket, "job/page.html") == "https://files.example.com/b/job/page.html"
+
+
 def test_its_settings_are_read_by_the_operators(info, monkeypatch):
     from airflow_batchinfer.operators.job import CONFIG_SECTION, configured_store
 
-    assert set(info["config"][CONFIG_SECTION]["options"]) == {"worker_python", "store"}
+    assert set(info["config"][CONFIG_SECTION]["options"]) == {"worker_python", "store", "store_url"}
     monkeypatch.setenv("AIRFLOW__BATCHINFER__STORE", "s3://bucket/prefix")
     assert configured_store() == "s3://bucket/prefix"
     monkeypatch.delenv("AIRFLOW__BATCHINFER__STORE")
