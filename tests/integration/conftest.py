@@ -26,6 +26,15 @@ STORE_CONNECTION = {
 """Airflow's connection `test_store`: the credentials of the S3 servers that tests start."""
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the tests marked `mishaps`, unless they are asked for: they take many minutes."""
+    if "mishaps" in config.option.markexpr:
+        return
+    left_out = [item for item in items if item.get_closest_marker("mishaps")]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
+
+
 @pytest.fixture(scope="session")
 def airflow_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The store that `[batchinfer] store` of the test Airflow names."""

@@ -19,7 +19,7 @@ def job_of_conf(params: dict[str, Any]) -> JobSpec:
     return JobSpec.parse(params["spec"])
 
 
-def pods(dag_id: str, *, store_conn_id: str | None = None, **arguments: Any) -> None:
+def pods(dag_id: str, *, at_once: int = 4, store_conn_id: str | None = None, **arguments: Any) -> None:
     """A DAG `dag_id` whose infer tasks ask the cluster often, as tests have no patience."""
     batch_inference(
         job_of_conf,
@@ -27,7 +27,7 @@ def pods(dag_id: str, *, store_conn_id: str | None = None, **arguments: Any) -> 
         params=NO_SPEC,
         runtime="kubernetes",
         store_conn_id=store_conn_id,
-        max_parallel_shards=4,
+        max_parallel_shards=at_once,
         retries=2,
         retry_delay=timedelta(seconds=1),
         infer_arguments={
@@ -47,6 +47,7 @@ pods("watched_pod_job", deferrable=False)
 pods("s3_pod_job", store_conn_id="test_store", store_secret="store")
 pods(
     "model_pod_job",
+    at_once=2,  # engines on a small machine
     store_conn_id="test_store",
     store_secret="store",
     worker_python=os.environ.get("BATCHINFER_TEST_WORKER_PYTHON", sys.executable),
