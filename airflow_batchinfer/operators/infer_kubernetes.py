@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from airflow.providers.cncf.kubernetes.backcompat.backwards_compat_converters import convert_env_vars
@@ -18,6 +19,7 @@ from airflow_batchinfer.errors import BatchInferError, SpecError, WorkerLostErro
 from airflow_batchinfer.operators import pod_shape
 from airflow_batchinfer.operators.bundle import Bundle
 from airflow_batchinfer.operators.pod_fate import Fate, PodEnd, fate_of
+from airflow_batchinfer.operators.pod_start import STUCK_SECONDS, PatientPodManager
 from airflow_batchinfer.operators.pod_trigger import BatchInferPodTrigger
 from airflow_batchinfer.operators.retry import FailureRetryPolicy
 from airflow_batchinfer.operators.shard_work import ShardWork, worker_error
@@ -47,7 +49,7 @@ _REMEDIES = {
     Fate.OOM_KILLED: "raise the memory of `container_resources`",
     Fate.EVICTED: "request as much memory and ephemeral storage as the worker uses in `container_resources`",
     Fate.IMAGE_ERROR: "check `image` and `image_pull_secrets`",
-    Fate.CONFIG_ERROR: "check the secrets, volumes and command that the pod refers to",
+    Fate.CONFIG_ERROR: "check the secrets, config maps, volumes and command that the pod refers to",
     Fate.LAUNCH_TIMEOUT: "see the pod's events: is there a node pool that fits, is its quota used up?",
     Fate.DEADLINE: "raise `execution_timeout` or `active_deadline_seconds`, or make shards smaller",
 }
@@ -75,6 +77,8 @@ class BatchInferPodOperator(KubernetesPodOperator):
         compile_cache: PersistentVolumeClaim that keeps compiled code between pods.
         shared_memory: size of `/dev/shm` when a pod has several GPUs.
         kueue_queue: Kueue's local queue; Kueue then holds the pod until there is quota.
+        stuck_timeout_seconds: how long the pod may be stuck on an image that cannot be pulled, or on a
+            secret, config map or command that is not there.
     """
 
     def __init__(
@@ -91,6 +95,7 @@ class BatchInferPodOperator(KubernetesPodOperator):
         compile_cache: str | None = None,
         shared_memory: str = "8Gi",
         kueue_queue: str | None = None,
+        stuck_timeout_seconds: float = STUCK_SECONDS,
         **kwargs: Any,
     ) -> None:
         """See the class; the rest are KubernetesPodOperator's arguments."""
@@ -108,6 +113,7 @@ class BatchInferPodOperator(KubernetesPodOperator):
         self.model_cache = model_cache
         self.compile_cache = compile_cache
         self.shared_memory = shared_memory
+        self.stuck_timeout_seconds = stuck_timeout_seconds
         if kueue_queue is not None:
             self.labels = {**self.labels, _QUEUE_LABEL: kueue_queue}
         self._work: ShardWork | None = None
@@ -133,8 +139,19 @@ class BatchInferPodOperator(KubernetesPodOperator):
                 self._tell_summary(work)
 
     def defer(self, *, trigger: Any, **kwargs: Any) -> NoReturn:
-        """As every operator, with a trigger that leaves Airflow time to note the deferral."""
-        super().defer(trigger=BatchInferPodTrigger.like(trigger), **kwargs)
+        """As every operator, with the trigger of our own."""
+        stuck_timeout = self.stuck_timeout_seconds
+        super().defer(trigger=BatchInferPodTrigger.like(trigger, stuck_timeout=stuck_timeout), **kwargs)
+
+    @cached_property
+    def pod_manager(self) -> PatientPodManager:
+        """What it creates, reads and waits for pods with."""
+        return PatientPodManager(
+            kube_client=self.client,
+            callbacks=self.callbacks,
+            stuck_timeout=self.stuck_timeout_seconds,
+            container=self.base_container_name,
+        )
 
     def trigger_reentry(self, context: Context, event: dict[str, Any]) -> None:
         """The triggerer saw the pod end, or could not see it: judge by the commits."""

@@ -31,7 +31,7 @@ class Fate(StrEnum):
     IMAGE_ERROR = "image_error"
     """Its image cannot be pulled."""
     CONFIG_ERROR = "config_error"
-    """Its container cannot be made: a missing secret, config map, volume or command."""
+    """Its container cannot be made: a missing secret, config map or command."""
     LAUNCH_TIMEOUT = "launch_timeout"
     """It was not scheduled, or did not start, in the time given."""
     DEADLINE = "deadline"

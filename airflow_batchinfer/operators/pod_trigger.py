@@ -1,14 +1,17 @@
-"""The trigger that watches a worker's pod, for tasks that Airflow may resume only after a while."""
+"""The trigger that watches a worker's pod: news not too early for Airflow, and patience of our own."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from functools import cached_property
 from typing import Any, Self
 
 from airflow.providers.cncf.kubernetes.triggers.pod import KubernetesPodTrigger
 from airflow.triggers.base import TriggerEvent
+
+from airflow_batchinfer.operators.pod_start import STUCK_SECONDS, AsyncPatientPodManager
 
 QUIET_SECONDS = 10.0
 """How long after its start a trigger keeps its news to itself."""
@@ -23,16 +26,32 @@ class BatchInferPodTrigger(KubernetesPodTrigger):
     with state success, but the task instance's state attribute is running" (`process_executor_events` of
     Airflow 3.3's scheduler). A retry is lost although nothing is wrong. A pod that ends at once is rare,
     and ten seconds are nothing to a shard.
+
+    Args:
+        stuck_timeout: see `StartWatch`.
+        kwargs: KubernetesPodTrigger's arguments.
     """
 
+    def __init__(self, *, stuck_timeout: float = STUCK_SECONDS, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.stuck_timeout = stuck_timeout
+
     @classmethod
-    def like(cls, trigger: KubernetesPodTrigger) -> Self:
+    def like(cls, trigger: KubernetesPodTrigger, *, stuck_timeout: float) -> Self:
         """A trigger with the same arguments."""
-        return cls(**trigger.serialize()[1])
+        return cls(**trigger.serialize()[1], stuck_timeout=stuck_timeout)
 
     def serialize(self) -> tuple[str, dict[str, Any]]:
-        """This class's path, and KubernetesPodTrigger's arguments."""
-        return f"{__name__}.{type(self).__name__}", super().serialize()[1]
+        """This class's path and arguments."""
+        arguments = super().serialize()[1] | {"stuck_timeout": self.stuck_timeout}
+        return f"{__name__}.{type(self).__name__}", arguments
+
+    @cached_property
+    def pod_manager(self) -> AsyncPatientPodManager:
+        """What it reads the pod with."""
+        return AsyncPatientPodManager(
+            async_hook=self.hook, stuck_timeout=self.stuck_timeout, container=self.base_container_name
+        )
 
     async def run(self) -> AsyncIterator[TriggerEvent]:
         """As KubernetesPodTrigger, but not at once."""

@@ -37,6 +37,7 @@ class Cluster:
         self._folder = folder
         self._image_env = dict(image_env)
         self._secrets = {name: dict(data) for name, data in (secrets or {}).items()}
+        self._images: set[str] = set()
         self._pods: dict[tuple[str, str], Json] = {}
         self._containers: dict[str, Container] = {}
         self._version = 0
@@ -130,6 +131,22 @@ class Cluster:
                 if pod["status"]["phase"] == "Pending" and "nodeName" not in pod["spec"]:
                     self._schedule(pod)
 
+    def create_secret(self, name: str, data: Mapping[str, str]) -> None:
+        """Somebody creates a secret that pods wait for."""
+        self._secrets[name] = dict(data)
+        self._try_stuck_pods_again()
+
+    def push(self, image: str) -> None:
+        """Somebody pushes an image that was missing."""
+        self._images.add(image)
+        self._try_stuck_pods_again()
+
+    def _try_stuck_pods_again(self) -> None:
+        with self._lock:
+            for pod in self._pods.values():
+                if pod["status"]["phase"] == "Pending" and "nodeName" in pod["spec"]:
+                    self._start(pod)
+
     def reclaim(self, pod: Json, grace: float = 25.0) -> None:
         """A spot node is taken back: graceful node shutdown ends the pod, its object stays."""
         message = "Pod was terminated in response to imminent node shutdown."
@@ -187,8 +204,11 @@ class Cluster:
         pod["spec"]["nodeName"] = f"node-{self._nodes}"
         status["conditions"] = [_condition("PodScheduled", "True")]
         status["startTime"] = now()
-        spec = pod["spec"]["containers"][0]
-        trouble = self._trouble(spec)
+        self._start(pod)
+
+    def _start(self, pod: Json) -> None:
+        status = pod["status"]
+        trouble = self._trouble(pod["spec"]["containers"][0])
         if trouble is not None:
             self._wait_state(pod, *trouble)
             return
@@ -209,7 +229,12 @@ class Cluster:
     def _trouble(self, container: Json) -> tuple[str, str] | None:
         """Why the container cannot be made, as a waiting reason and its message."""
         image = container.get("image", "")
-        if "missing" in image:
+        if image != image.lower():
+            return (
+                "InvalidImageName",
+                f'Failed to apply default image tag "{image}": invalid reference format',
+            )
+        if "missing" in image and image not in self._images:
             return "ImagePullBackOff", f'Back-off pulling image "{image}": not found'
         for source in container.get("envFrom", []):
             name = source.get("secretRef", {}).get("name")

@@ -243,24 +243,70 @@ def test_a_dead_pod_is_never_taken_up(task: Callable[..., Task]) -> None:
     assert len(set(made.kube.cluster.launched)) == 2
 
 
-@pytest.mark.parametrize(
+CANNOT_START = pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"image": "missing:1"}, "image_error: pod .*check `image`"),
-        (
-            {"store_secret": "none", "startup_timeout_seconds": 1},
-            'config_error: pod .*secret "none" not found',
-        ),
-        ({"worker_python": "/no/python"}, "config_error: pod .*StartError"),
+        ({"image": "missing:1"}, r"image_error: pod .*not found \(check `image`"),
+        ({"image": "No Such Name"}, r"image_error: pod .*InvalidImageName"),
+        ({"store_secret": "none"}, r'config_error: pod .*secret "none" not found \(check the secrets'),
+        ({"worker_python": "/no/python"}, r"config_error: pod .*StartError"),
     ],
 )
+
+
+@CANNOT_START
 def test_pods_that_cannot_start(task: Callable[..., Task], arguments: dict[str, Any], message: str) -> None:
     made = task()
 
     with pytest.raises(WorkerLostError, match=message):
-        made.operator(**arguments).execute(made.context())
+        made.operator(stuck_timeout_seconds=1, **arguments).execute(made.context())
 
     assert made.kube.cluster.list("default", lambda _: True) == []
+
+
+@CANNOT_START
+def test_pods_that_cannot_start_seen_by_the_trigger(
+    task: Callable[..., Task], arguments: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from airflow.sdk.exceptions import TaskDeferred
+
+    from airflow_batchinfer.operators import pod_trigger
+
+    monkeypatch.setattr(pod_trigger, "QUIET_SECONDS", 0)
+    made = task()
+    operator = made.operator(deferrable=True, stuck_timeout_seconds=1, **arguments)
+    with pytest.raises(TaskDeferred) as deferred:
+        operator.execute(made.context())
+    trigger = pod_trigger.BatchInferPodTrigger(**deferred.value.trigger.serialize()[1])
+
+    async def first_event() -> Any:
+        return await anext(aiter(trigger.run()))
+
+    event = asyncio.run(first_event()).payload
+    resumed = made.operator(deferrable=True, stuck_timeout_seconds=1, **arguments)
+    with pytest.raises(WorkerLostError, match=message):
+        resumed.trigger_reentry(made.context(), event)
+
+    assert made.kube.cluster.list("default", lambda _: True) == []
+
+
+@pytest.mark.parametrize("arguments", [{"image": "missing:1"}, {"store_secret": "none"}])
+def test_a_pod_that_is_stuck_for_a_moment_only(task: Callable[..., Task], arguments: dict[str, Any]) -> None:
+    from tests.kube.cluster import wait_until
+
+    made = task()
+    cluster = made.kube.cluster
+
+    def mend() -> None:
+        wait_until(lambda: cluster.launched)
+        cluster.push("missing:1")
+        cluster.create_secret("none", {"AWS_ACCESS_KEY_ID": "id"})
+
+    threading.Thread(target=mend, daemon=True).start()
+    made.operator(stuck_timeout_seconds=60, **arguments).execute(made.context())
+
+    assert made.committed()
+    assert len(cluster.launched) == 1
 
 
 def test_no_node_in_time(task: Callable[..., Task]) -> None:

@@ -1,0 +1,156 @@
+"""Waiting for a pod to start: KubernetesPodOperator's time limits, and patience of our own with one that is
+stuck.
+
+KubernetesPodOperator gives up on the first sight of most image errors, though a node that has just come up
+often cannot reach the registry yet, and never on a missing secret, which then costs `startup_timeout`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from airflow.providers.cncf.kubernetes.kubernetes_helper_functions import PodLaunchFailedException
+from airflow.providers.cncf.kubernetes.utils.pod_manager import (
+    AsyncPodManager,
+    PodLaunchTimeoutException,
+    PodManager,
+    PodPhase,
+    detect_pod_terminate_early_issues,
+)
+
+from airflow_batchinfer.operators.pod_fate import Fate, PodEnd, fate_of
+
+if TYPE_CHECKING:
+    from kubernetes.client import models as k8s
+
+STUCK_SECONDS = 120.0
+"""Kubelet tries to pull an image about five times in that, and to make a container a dozen times."""
+
+_HOPELESS = ("InvalidImageName", "ErrImageNeverPull")
+
+
+class StartWatch:
+    """What to make of a pod that is looked at again and again until it starts.
+
+    Args:
+        schedule_timeout: seconds it may wait for a node.
+        startup_timeout: seconds it may take on its node.
+        stuck_timeout: seconds that one trouble with its image or its configuration may last. A registry that
+            is overloaded or out of order, by KubernetesPodOperator's own list of messages, has all of
+            `startup_timeout`: another pod would fare no better.
+        container: the worker's container.
+        clock: seconds, from wherever.
+    """
+
+    def __init__(
+        self,
+        schedule_timeout: float,
+        startup_timeout: float,
+        stuck_timeout: float,
+        container: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._schedule_timeout, self._startup_timeout = schedule_timeout, startup_timeout
+        self._stuck_timeout = stuck_timeout
+        self._container = container
+        self._clock = clock
+        self._since = clock()
+        self._scheduled = False
+        self._stuck: tuple[Fate, float] | None = None
+
+    def started(self, pod: k8s.V1Pod) -> bool:
+        """Whether it has left the phase `Pending`.
+
+        Raises:
+            PodLaunchTimeoutException: it has not, and the patience with it is over.
+            PodLaunchFailedException: it failed without ever having had a container.
+        """
+        phase, now = pod.status.phase, self._clock()
+        if phase == PodPhase.FAILED and pod.status.container_statuses is None:
+            raise PodLaunchFailedException("the pod failed before its containers started")
+        if phase not in (PodPhase.PENDING, PodPhase.UNKNOWN):
+            return True
+        if not self._scheduled and _is_scheduled(pod):
+            self._scheduled, self._since = True, now
+        limit = self._startup_timeout if self._scheduled else self._schedule_timeout
+        if now - self._since >= limit:
+            wanted = "started on its node" if self._scheduled else "scheduled"
+            raise PodLaunchTimeoutException(f"the pod was not {wanted} in {limit:.0f} s")
+        self._check_stuck(pod, now)
+        return False
+
+    def _check_stuck(self, pod: k8s.V1Pod, now: float) -> None:
+        end = fate_of(pod, self._container)
+        if end.fate not in (Fate.IMAGE_ERROR, Fate.CONFIG_ERROR) or _may_pass(pod, end):
+            self._stuck = None
+            return
+        if self._stuck is None or self._stuck[0] != end.fate:
+            self._stuck = end.fate, now
+        lasted = now - self._stuck[1]
+        if lasted >= self._stuck_timeout or end.message.startswith(_HOPELESS):
+            raise PodLaunchTimeoutException(f"the pod is stuck for {lasted:.0f} s: {end.message}")
+
+
+class PatientPodManager(PodManager):
+    """The pod manager of a task that watches its pod itself."""
+
+    def __init__(self, *args: Any, stuck_timeout: float, container: str, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._stuck_timeout, self._container = stuck_timeout, container
+
+    async def await_pod_start(
+        self,
+        pod: k8s.V1Pod,
+        schedule_timeout: float = 120,
+        startup_timeout: float = 120,
+        check_interval: float = 1,
+    ) -> None:
+        """As KubernetesPodOperator's, with the patience of `StartWatch`."""
+        watch = StartWatch(schedule_timeout, startup_timeout, self._stuck_timeout, self._container)
+        while not watch.started(self.read_pod(pod)):
+            await asyncio.sleep(check_interval)
+        self.stop_watching_events = True
+
+
+class AsyncPatientPodManager(AsyncPodManager):
+    """The pod manager of a trigger."""
+
+    def __init__(self, *args: Any, stuck_timeout: float, container: str, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._stuck_timeout, self._container = stuck_timeout, container
+
+    async def await_pod_start(
+        self,
+        pod: k8s.V1Pod,
+        schedule_timeout: float = 120,
+        startup_timeout: float = 120,
+        check_interval: float = 1,
+    ) -> None:
+        """As KubernetesPodOperator's, with the patience of `StartWatch`."""
+        watch = StartWatch(schedule_timeout, startup_timeout, self._stuck_timeout, self._container)
+        while not watch.started(await self.read_pod(pod)):
+            await asyncio.sleep(check_interval)
+        self.stop_watching_events = True
+
+
+def _is_scheduled(pod: k8s.V1Pod) -> bool:
+    return any(c.type == "PodScheduled" and c.status == "True" for c in pod.status.conditions or [])
+
+
+def _may_pass(pod: k8s.V1Pod, end: PodEnd) -> bool:
+    """Whether KubernetesPodOperator takes this image error for one of the registry's own troubles."""
+    if end.fate != Fate.IMAGE_ERROR or end.message.startswith(_HOPELESS):
+        return False
+    # It looks at containers only; an init container's image comes from a registry too.
+    statuses = [*(pod.status.init_container_statuses or []), *(pod.status.container_statuses or [])]
+    seen: Any = SimpleNamespace(status=SimpleNamespace(container_statuses=statuses))
+    return _waits_for_an_image(statuses) and detect_pod_terminate_early_issues(seen) is None
+
+
+def _waits_for_an_image(statuses: list[k8s.V1ContainerStatus]) -> bool:
+    waiting = [status.state.waiting for status in statuses if status.state and status.state.waiting]
+    return any(state.reason in ("ErrImagePull", "ImagePullBackOff") for state in waiting)
