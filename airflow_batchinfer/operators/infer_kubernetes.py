@@ -49,7 +49,7 @@ _REMEDIES = {
     Fate.OOM_KILLED: "raise the memory of `container_resources`",
     Fate.EVICTED: "request as much memory and ephemeral storage as the worker uses in `container_resources`",
     Fate.IMAGE_ERROR: "check `image` and `image_pull_secrets`",
-    Fate.CONFIG_ERROR: "check the secrets, config maps, volumes and command that the pod refers to",
+    Fate.CONFIG_ERROR: "check the secrets, config maps, volume claims and command that the pod refers to",
     Fate.LAUNCH_TIMEOUT: "see the pod's events: is there a node pool that fits, is its quota used up?",
     Fate.DEADLINE: "raise `execution_timeout` or `active_deadline_seconds`, or make shards smaller",
 }
@@ -78,7 +78,7 @@ class BatchInferPodOperator(KubernetesPodOperator):
         shared_memory: size of `/dev/shm` when a pod has several GPUs.
         kueue_queue: Kueue's local queue; Kueue then holds the pod until there is quota.
         stuck_timeout_seconds: how long the pod may be stuck on an image that cannot be pulled, or on a
-            secret, config map or command that is not there.
+            secret, config map or volume claim that is not there.
     """
 
     def __init__(

@@ -5,6 +5,7 @@ Pure: it looks at a `V1Pod` (or at the absence of one) and talks to nobody.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -31,7 +32,7 @@ class Fate(StrEnum):
     IMAGE_ERROR = "image_error"
     """Its image cannot be pulled."""
     CONFIG_ERROR = "config_error"
-    """Its container cannot be made: a missing secret, config map or command."""
+    """Its container cannot be made: a missing secret, config map, volume claim or command."""
     LAUNCH_TIMEOUT = "launch_timeout"
     """It was not scheduled, or did not start, in the time given."""
     DEADLINE = "deadline"
@@ -90,6 +91,7 @@ _CONFIG_REASONS = frozenset(
 )
 _NODE_REASONS = ("NodeAffinity", "NodeLost", "NodeShutdown", "OutOf", "Preempting", "Shutdown", "Terminated")
 """Beginnings of `status.reason` when the node went, or refused the pod after it was bound to it."""
+_MISSING_CLAIM = re.compile(r'persistentvolumeclaim "[^"]+" not found')
 _REFUSED_BY_DEVICE_PLUGIN = "UnexpectedAdmissionError"
 _KILLED = frozenset({137, 143})
 """128 + SIGKILL and 128 + SIGTERM: ended from outside, not by the worker's own decision."""
@@ -143,11 +145,14 @@ def fate_of(pod: k8s.V1Pod | None, container: str = "base", *, overdue: bool = F
         return end(Fate.IMAGE_ERROR, waiting.reason, waiting.message)
     if waiting and waiting.reason in _CONFIG_REASONS:
         return end(Fate.CONFIG_ERROR, waiting.reason, waiting.message)
+    unscheduled = _why_unscheduled(status)
+    if unscheduled and _MISSING_CLAIM.search(unscheduled):
+        return end(Fate.CONFIG_ERROR, unscheduled)
     if status.phase == "Failed":  # without a container's end: it never ran
         return end(Fate.RECLAIMED, status.reason or "it failed before its container started", status.message)
     if overdue:
         fate = Fate.LAUNCH_TIMEOUT if status.phase == "Pending" else Fate.DEADLINE
-        return end(fate, _why_pending(status) or "the time limit is over")
+        return end(fate, unscheduled and f"not scheduled: {unscheduled}", "the time limit is over")
     return end(Fate.RUNNING)
 
 
@@ -169,10 +174,12 @@ def _disruption(status: k8s.V1PodStatus) -> str | None:
     return None
 
 
-def _why_pending(status: k8s.V1PodStatus) -> str | None:
+def _why_unscheduled(status: k8s.V1PodStatus) -> str | None:
+    """The scheduler's word on a pod that has no node."""
     for condition in status.conditions or []:
         if condition.type == "PodScheduled" and condition.status == "False":
-            return f"not scheduled: {condition.message or condition.reason}"
+            said: str | None = condition.message or condition.reason
+            return said
     return None
 
 

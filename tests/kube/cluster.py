@@ -193,12 +193,10 @@ class Cluster:
 
     def _schedule(self, pod: Json) -> None:
         status = pod["status"]
-        if not self._schedulable:
-            status["conditions"] = [
-                _condition(
-                    "PodScheduled", "False", "Unschedulable", "0/3 nodes are available: 3 Insufficient gpu."
-                )
-            ]
+        hindrance = self._hindrance(pod)
+        if hindrance is not None:
+            message = f"0/3 nodes are available: {hindrance}."
+            status["conditions"] = [_condition("PodScheduled", "False", "Unschedulable", message)]
             return
         self._nodes += 1
         pod["spec"]["nodeName"] = f"node-{self._nodes}"
@@ -225,6 +223,14 @@ class Cluster:
         status["phase"] = "Running"
         self._set_state(pod, {"running": {"startedAt": container.started_at}}, ready=True)
         threading.Thread(target=self._watch, args=(pod, container), daemon=True).start()
+
+    def _hindrance(self, pod: Json) -> str | None:
+        """Why no node takes the pod, as the scheduler says it."""
+        for volume in pod["spec"].get("volumes", []):
+            claim = volume.get("persistentVolumeClaim", {}).get("claimName", "")
+            if "missing" in claim:
+                return f'persistentvolumeclaim "{claim}" not found'
+        return None if self._schedulable else "3 Insufficient gpu"
 
     def _trouble(self, container: Json) -> tuple[str, str] | None:
         """Why the container cannot be made, as a waiting reason and its message."""

@@ -249,6 +249,7 @@ CANNOT_START = pytest.mark.parametrize(
         ({"image": "missing:1"}, r"image_error: pod .*not found \(check `image`"),
         ({"image": "No Such Name"}, r"image_error: pod .*InvalidImageName"),
         ({"store_secret": "none"}, r'config_error: pod .*secret "none" not found \(check the secrets'),
+        ({"model_cache": "missing"}, r'config_error: pod .*persistentvolumeclaim "missing" not found'),
         ({"worker_python": "/no/python"}, r"config_error: pod .*StartError"),
     ],
 )

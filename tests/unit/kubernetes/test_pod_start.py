@@ -102,6 +102,15 @@ def test_a_stuck_pod(watch: StartWatch, clock: Clock, reasons: list[str], init: 
     assert gives_up_after(watch, clock, *stuck) == STUCK
 
 
+def test_a_claim_that_is_not_there(watch: StartWatch, clock: Clock) -> None:
+    from kubernetes.client import models as k8s
+
+    message = 'persistentvolumeclaim "models" not found'
+    unscheduled = k8s.V1PodCondition(type="PodScheduled", status="False", message=message)
+
+    assert gives_up_after(watch, clock, pod(conditions=[unscheduled])) == STUCK
+
+
 def test_trouble_that_comes_and_goes_starts_anew(watch: StartWatch, clock: Clock) -> None:
     image, config = pod("ImagePullBackOff", "not found"), pod("CreateContainerConfigError")
     for seen in (image, image, pod("ContainerCreating"), image, image, config):
