@@ -87,7 +87,7 @@ import {NAME}.worker
 for package in ("worker", "prompts", "run", "store"):
     module = importlib.import_module(f"{NAME}.{{package}}")
     for info in pkgutil.walk_packages(module.__path__, module.__name__ + "."):
-        if not info.name.endswith(("__main__", ".vllm_driver", ".vllm_options")):
+        if not info.name.endswith(("__main__", ".vllm_driver", ".vllm_options", ".vllm_parameters")):
             importlib.import_module(info.name)
 print("imported")
 """
