@@ -12,6 +12,7 @@ from airflow.sdk import DAG, BaseOperator, TaskGroup, TriggerRule, chain
 from airflow_batchinfer.operators.bundle import LABEL_VARIABLE
 from airflow_batchinfer.operators.gate import GateOperator
 from airflow_batchinfer.operators.job import SpecSource, load_job
+from airflow_batchinfer.operators.judge import PrepareJudgeOperator
 from airflow_batchinfer.operators.merge import MergeOperator
 from airflow_batchinfer.operators.pilot import JudgePilotOperator
 from airflow_batchinfer.operators.reconcile import ReconcileOperator
@@ -45,6 +46,8 @@ class PipelineOptions:
     """AWS connection to reach an `s3://` store with; default: boto3's own chain."""
     pilot: bool | None = None
     """Run the job's pilot before the fleet, and judge it; default: if the spec has one."""
+    judge: bool | None = None
+    """Run the job's judge before validation; default: if the spec has one."""
     infer_arguments: Mapping[str, Any] = field(default_factory=dict)
     """More arguments of the infer operator: `worker_env`, `queue`, `execution_timeout` and so on."""
 
@@ -66,12 +69,14 @@ def batch_inference(
     retry_delay: timedelta = timedelta(seconds=30),
     store_conn_id: str | None = None,
     pilot: bool | None = None,
+    judge: bool | None = None,
     infer_arguments: Mapping[str, Any] | None = None,
     **dag_arguments: Any,
 ) -> DAG | TaskGroup:
     """Build split → infer (mapped) → reconcile → validate → merge → report → gate.
 
-    With a pilot, split → pilot → judge_pilot come before infer.
+    With a pilot, split → pilot → judge_pilot come before infer. With a judge, prepare_judge → judge
+    (mapped) come before validate.
 
     With `group_id` it is a task group in the DAG whose context is open; else a DAG of its own.
 
@@ -81,13 +86,14 @@ def batch_inference(
         dag_id: default: the job's name. Needed if `spec` is a function.
         group_id: id of the task group.
         runtime: see `Runtime`.
-        max_parallel_shards: see `PipelineOptions`; so are the next seven.
+        max_parallel_shards: see `PipelineOptions`; so are the next eight.
         pool: Airflow pool of the infer tasks.
         pool_slots: slots that one infer task takes.
         retries: retries of a task after a failure that may pass.
         retry_delay: wait before the first retry.
         store_conn_id: AWS connection of an `s3://` store.
         pilot: run a pilot first. Needed if `spec` is a function: a spec without a pilot then passes.
+        judge: have a sample judged. Needed if `spec` is a function: a spec without a judge then passes.
         infer_arguments: more arguments of the infer operator.
         dag_arguments: arguments of `airflow.sdk.DAG`: `schedule`, `params`, `tags` and so on.
 
@@ -104,6 +110,7 @@ def batch_inference(
         retry_delay=retry_delay,
         store_conn_id=store_conn_id,
         pilot=pilot,
+        judge=judge,
         infer_arguments=infer_arguments or {},
     )
     job = None if callable(spec) else load_job(spec, {})
@@ -182,6 +189,7 @@ def _build_tasks(
         spec=spec,
         refuse_unknown_conf=refuse_unknown_conf,
         pilot_first=pilot_first,
+        judged=_is_judged(job, options),
         doc_yaml=job.to_yaml() if job else None,
         **patient,
     )
@@ -196,6 +204,10 @@ def _build_tasks(
         )
         chain(pilot, fleet)
     _build_rest(split, fleet, job, options)
+
+
+def _is_judged(job: JobSpec | None, options: PipelineOptions) -> bool:
+    return options.judge if options.judge is not None else bool(job and job.judge)
 
 
 def _patient(options: PipelineOptions) -> dict[str, Any]:
@@ -225,11 +237,23 @@ def _build_rest(
     run = {"split_task_id": planner.task_id}
     infer = _infer(options, job, "infer", fleet, patient)
     reconcile = ReconcileOperator(task_id="reconcile", trigger_rule=TriggerRule.ALL_DONE, **run, **common)
-    validate = ValidateOperator(task_id="validate", **run, **patient)
+    judge = _judge(planner, job, options)
+    # The judge is skipped if the job turns out to have none.
+    after_judge = TriggerRule.NONE_FAILED if judge else TriggerRule.ALL_SUCCESS
+    validate = ValidateOperator(task_id="validate", trigger_rule=after_judge, **run, **patient)
     merge = MergeOperator(task_id="merge", **run, **patient)
     report = ReportOperator(task_id="report", trigger_rule=TriggerRule.ALL_DONE, **run, **common)
     gate = GateOperator(task_id="gate", trigger_rule=TriggerRule.ALL_DONE, **run, **common)
-    chain(infer, reconcile, validate, merge, report, gate)
+    chain(infer, reconcile, *judge, validate, merge, report, gate)
+
+
+def _judge(planner: BaseOperator, job: JobSpec | None, options: PipelineOptions) -> list[Any]:
+    """The tasks of the judge, if there is one."""
+    if not _is_judged(job, options):
+        return []
+    patient = _patient(options)
+    prepare = PrepareJudgeOperator(task_id="prepare_judge", split_task_id=planner.task_id, **patient)
+    return [prepare, _infer(options, job, "judge", prepare, patient)]
 
 
 def _infer(

@@ -12,6 +12,7 @@ _OPERATORS = (
     "infer_local",
     "infer_kubernetes",
     "reconcile",
+    "judge",
     "validate",
     "merge",
     "report",

@@ -457,7 +457,10 @@ class PilotSpec(_Strict):
 
 
 class GateSpec(_Strict):
-    """What the pilot must show before the fleet may start. A limit left out is not checked."""
+    """What the pilot must show before the fleet may start, and the judge before results are published.
+
+    A limit left out is not checked.
+    """
 
     max_dead_fraction: float | None = Field(
         0.25, ge=0.0, le=1.0, description="Most pilot rows that did not succeed."
@@ -483,9 +486,51 @@ class GateSpec(_Strict):
         None, gt=0.0, description="Most hours forecast for the run at `sharding.max_parallel_shards`."
     )
     max_cost: float | None = Field(None, gt=0.0, description="Most money forecast for the run; needs `cost`.")
+    min_judge_pass: float | None = Field(
+        None,
+        ge=0.0,
+        le=1.0,
+        description="Least share of the judged rows that pass the `judge`; below it the results are held.",
+    )
     approval: Literal["none", "required"] = Field(
         "none", description="`required`: a person approves the pilot in Airflow before the fleet starts."
     )
+
+
+class JudgeSpec(_Strict):
+    """A second model call that scores a sample of the answers; its result is a limit of `gate`."""
+
+    rows: int = Field(
+        200, ge=1, le=10_000, description="Rows of the sample: each label, or length, has its share."
+    )
+    seed: int = Field(0, ge=0, description="Seed of the draw.")
+    prompt: PromptSpec = Field(
+        description=(
+            "The rubric. Its templates see the columns of the job's prompt, the carried ones, and the answer "
+            "under the name of `output.column`."
+        )
+    )
+    model: ModelSpec | None = Field(None, description="The judge's model; default: the job's own.")
+    task: Annotated[ChoiceTask | JsonTask, Field(discriminator="type")] = Field(
+        description="`choice` of verdicts, or `json` with a number as score."
+    )
+    sampling: SamplingSpec = Field(default_factory=SamplingSpec, description="The judge's decoding.")
+    passing: list[str] = Field(default_factory=list, description="`choice`: labels with which a row passes.")
+    score: str = Field("score", description="`json`: property that holds the score.")
+    min_score: float | None = Field(None, description="`json`: least score with which a row passes.")
+
+    @model_validator(mode="after")
+    def _can_pass(self) -> Self:
+        if isinstance(self.task, ChoiceTask):
+            unknown = set(self.passing) - set(self.task.labels)
+            if not self.passing or unknown:
+                raise ValueError(f"`passing` must name some of the labels {', '.join(self.task.labels)}")
+            return self
+        if self.score not in self.task.json_schema.get("properties", {}):
+            raise ValueError(f"`score`: the schema has no property `{self.score}`")
+        if self.min_score is None:
+            raise ValueError("`task.type: json` needs `min_score`, the least score with which a row passes")
+        return self
 
 
 class CostSpec(_Strict):
@@ -556,6 +601,7 @@ class JobSpec(_Strict):
     line: LineSpec = Field(default_factory=LineSpec, description="Stop-the-line while running.")
     pilot: PilotSpec | None = Field(None, description="Run a sample first and judge it by `gate`.")
     gate: GateSpec = Field(default_factory=GateSpec, description="What the pilot must show.")
+    judge: JudgeSpec | None = Field(None, description="Have a model score a sample of the answers.")
     cost: CostSpec | None = Field(None, description="Prices, for the forecast and the report.")
     drift: DriftSpec = Field(default_factory=DriftSpec, description="Comparison with the last published run.")
     report: ReportSpec = Field(default_factory=ReportSpec, description="The report.")
@@ -614,6 +660,10 @@ class JobSpec(_Strict):
             raise ValueError("`gate.max_cost` needs `cost`, the prices")
         if self.gate.approval == "required" and self.pilot is None:
             raise ValueError("`gate.approval: required` needs `pilot`, or there is nothing to approve")
+        if self.gate.min_judge_pass is not None and self.judge is None:
+            raise ValueError("`gate.min_judge_pass` needs `judge`")
+        if self.judge is not None and isinstance(self.task, EmbedTask):
+            raise ValueError("`judge` is not for `task.type: embed`: it reads answers")
         if isinstance(self.task, EmbedTask) and self.overlong.policy == "split":
             raise ValueError("`overlong.policy: split` is not for `task.type: embed`")
         return self

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from airflow_batchinfer.errors import SpecError
-from airflow_batchinfer.spec import JobSpec
+from airflow_batchinfer.spec import JobSpec, ModelSpec
 
 
 def load_spec(path: str | Path, default_store: str | None = None) -> JobSpec:
@@ -53,18 +53,26 @@ def build_spec(data: Mapping[str, Any], folder: Path, default_store: str | None 
         update={
             "store": _join(store_base, spec.store),
             "input": spec.input.model_copy(update={"path": _join_all(folder, spec.input.path)}),
-            "model": spec.model.model_copy(
-                update={
-                    "name": _join_dotted(folder, spec.model.name),
-                    "tokenizer": _join_dotted(folder, spec.model.tokenizer),
-                    "adapter": _join_dotted(folder, spec.model.adapter),
-                    "compile_cache": _join_dotted(folder, spec.model.compile_cache),
-                }
+            "model": _model(folder, spec.model),
+            "judge": spec.judge
+            and spec.judge.model_copy(
+                update={"model": spec.judge.model and _model(folder, spec.judge.model)}
             ),
             "validation": spec.validation.model_copy(
                 update={"suite": spec.validation.suite and _join(folder, spec.validation.suite)}
             ),
             "export": [e.model_copy(update={"path": _join(folder, e.path)}) for e in spec.export],
+        }
+    )
+
+
+def _model(folder: Path, model: ModelSpec) -> ModelSpec:
+    return model.model_copy(
+        update={
+            "name": _join_dotted(folder, model.name),
+            "tokenizer": _join_dotted(folder, model.tokenizer),
+            "adapter": _join_dotted(folder, model.adapter),
+            "compile_cache": _join_dotted(folder, model.compile_cache),
         }
     )
 

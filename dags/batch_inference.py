@@ -19,6 +19,7 @@ dag = batch_inference(
     params=form_params(HERE / "tickets.yaml"),
     max_parallel_shards=2,
     pilot=True,  # for jobs that ask for one under "Other fields"; others skip it
+    judge=True,  # likewise
     doc_md=__doc__,
     tags=["batchinfer"],
 )

@@ -27,14 +27,22 @@ class SplitOperator(BatchInferOperator):
             takes them silently, so a mistyped key would run with the default.
         pilot_first: return the pilot's bundle only (none if the plan has no pilot); `JudgePilotOperator`
             returns the others.
+        judged: the DAG has the tasks of a judge.
     """
 
     def __init__(
-        self, *, spec: SpecSource, refuse_unknown_conf: bool = False, pilot_first: bool = False, **kwargs: Any
+        self,
+        *,
+        spec: SpecSource,
+        refuse_unknown_conf: bool = False,
+        pilot_first: bool = False,
+        judged: bool = False,
+        **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
         self.spec = spec
         self.pilot_first = pilot_first
+        self.judged = judged
         self.refuse_unknown_conf = refuse_unknown_conf
 
     def execute(self, context: Context) -> list[Bundle]:
@@ -48,6 +56,11 @@ class SplitOperator(BatchInferOperator):
             raise SpecError(
                 "pilot: the job asks for one, and this DAG has no task to judge it; build it with "
                 "`batch_inference(..., pilot=True)`, or take `pilot` out of the spec"
+            )
+        if job.judge is not None and not self.judged:
+            raise SpecError(
+                "judge: the job asks for one, and this DAG has no task for it; build it with "
+                "`batch_inference(..., judge=True)`, or take `judge` out of the spec"
             )
         self.use_store_connection()
         store = open_store(job.store, job.storage_options)

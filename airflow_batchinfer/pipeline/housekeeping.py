@@ -152,7 +152,7 @@ def _orphans(store: Store, plan: Plan, found: list[ObjectInfo]) -> Iterator[Obje
         named |= {line.key for line in Verdict.read(store, layout.validation).quarantine.shards}
     for info in found:
         name = info.key.rpartition("/")[2]
-        if info.key in named:
+        if info.key in named or info.key.startswith(f"{layout.judges}/"):
             continue
         if name.startswith(("rows-", "copies-", "kept-", "quarantine-", ".writable-")) or (
             name.startswith("part-") and info.key.rsplit("/", 2)[0] in committed

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from airflow_batchinfer.pipeline.accounting import Account
+from airflow_batchinfer.pipeline.judge_scores import JudgeScores
 from airflow_batchinfer.pipeline.labels import LabelScores
 from airflow_batchinfer.pipeline.shown import ShownRow, cut
 from airflow_batchinfer.pipeline.verdict import Check
@@ -19,6 +20,7 @@ def check_limits(
     account: Account,
     dead: Mapping[str, Sequence[ShownRow]],
     scores: LabelScores | None,
+    judged: JudgeScores | None = None,
 ) -> list[Check]:
     """One check for each limit that the job sets.
 
@@ -28,9 +30,10 @@ def check_limits(
     Args:
         dead: examples of dead rows by reason, for the messages.
         scores: answers against the truth column, if there is one.
+        judged: what the judge said, if there is one.
     """
     letters = [] if plan.replay_of else _dead_letters(plan.spec, account, dead)
-    return [*letters, *_accuracy(plan.spec, scores)]
+    return [*letters, *_accuracy(plan.spec, scores), *_judge(plan.spec, judged)]
 
 
 def _dead_letters(spec: JobSpec, account: Account, dead: Mapping[str, Sequence[ShownRow]]) -> Iterator[Check]:
@@ -95,4 +98,23 @@ def _accuracy(spec: JobSpec, scores: LabelScores | None) -> Iterator[Check]:
         required=f"at least {limit:.1%} (`validation.min_accuracy`)",
         checked=scores.rows if scores else 0,
         unexpected=scores.rows - scores.correct if scores else None,
+    )
+
+
+def _judge(spec: JobSpec, judged: JudgeScores | None) -> Iterator[Check]:
+    limit = spec.gate.min_judge_pass
+    if limit is None or judged is None:
+        return
+    yield Check(
+        name="answers that pass the judge",
+        kind="gate.min_judge_pass",
+        origin="limit",
+        success=judged.judged > 0 and judged.passed / judged.judged >= limit,
+        observed=judged.sentence(),
+        required=f"at least {limit:.1%} (`gate.min_judge_pass`)",
+        checked=judged.judged,
+        unexpected=judged.judged - judged.passed,
+        examples=[
+            {"row_id": row.row_id, "judge": cut(row.output or "", 300)} for row in judged.failed[:_EXAMPLES]
+        ],
     )

@@ -42,9 +42,21 @@ from airflow_batchinfer.spec import JobSpec
 from airflow_batchinfer.store import Store
 
 FIXED_FIELDS = frozenset(
-    {"name", "input", "store", "storage_options", "output", "incremental", "removed_rows", "export", "pilot"}
+    {
+        "name",
+        "input",
+        "store",
+        "storage_options",
+        "output",
+        "incremental",
+        "removed_rows",
+        "export",
+        "pilot",
+        "judge",
+    }
 )
-"""Fields of the job that a replay cannot override: they decide which rows and columns there are."""
+"""Fields of the job that a replay cannot override: they decide which rows and columns there are, or are
+for whole runs."""
 
 
 def prepare_replay(
@@ -218,7 +230,7 @@ def _overridden(spec: JobSpec, overrides: Mapping[str, Any]) -> JobSpec:
     for name in overrides:
         if name in FIXED_FIELDS:
             raise SpecError(f"{name}: a replay cannot change it, the run's rows and tables rest on it")
-    data = spec.dump() | {"pilot": None, "export": [], "incremental": False}
+    data = spec.dump() | {"pilot": None, "judge": None, "export": [], "incremental": False}
     return JobSpec.parse(_merged(data, overrides))
 
 

@@ -6,6 +6,7 @@ of shards therefore combine into the sample of the run, in memory of the sample'
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -55,3 +56,46 @@ class RowSample:
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    def first(self, count: int) -> RowSample:
+        """A smaller sample of the same rows."""
+        return RowSample(min(count, self.size), self.seed, self._rows[:count], self._tags[:count])
+
+
+@dataclass
+class StratifiedSample:
+    """A sample of a whole run in which each stratum has its share; fed shard by shard.
+
+    Memory: `size` rows a stratum, so strata must be few.
+    """
+
+    size: int
+    seed: int
+    _samples: dict[str, RowSample] = field(default_factory=dict)
+    _counts: Counter[str] = field(default_factory=Counter)
+
+    def add(self, row_ids: Ids, strata: npt.NDArray[np.str_], tag: int) -> None:
+        """Offer rows of one shard, each with its stratum's name."""
+        for name in np.unique(strata).tolist():
+            rows = row_ids[strata == name]
+            self._counts[name] += len(rows)
+            self._samples.setdefault(name, RowSample(self.size, self.seed)).add(rows, tag)
+
+    def by_tag(self) -> dict[int, Ids]:
+        """The sampled row ids of each tag."""
+        found: dict[int, list[Ids]] = {}
+        for name, count in self._shares().items():
+            for tag, rows in self._samples[name].first(count).by_tag().items():
+                found.setdefault(tag, []).append(rows)
+        return {tag: np.sort(np.concatenate(rows)) for tag, rows in sorted(found.items())}
+
+    def _shares(self) -> dict[str, int]:
+        """Rows of each stratum: its proportion, what rounding leaves by the largest remainder."""
+        total = self._counts.total()
+        size = min(self.size, total)
+        exact = {name: size * count / total for name, count in sorted(self._counts.items())}
+        shares = {name: int(share) for name, share in exact.items()}
+        by_remainder = sorted(exact, key=lambda name: shares[name] - exact[name])
+        for name in by_remainder[: size - sum(shares.values())]:
+            shares[name] += 1
+        return shares

@@ -14,6 +14,7 @@ from airflow_batchinfer.errors import CorruptError, InputError, PlanChangedError
 from airflow_batchinfer.pipeline.expectations import check_expectations
 from airflow_batchinfer.pipeline.freeze import Frozen, freeze
 from airflow_batchinfer.pipeline.increment import Increment
+from airflow_batchinfer.pipeline.judging import check_judge
 from airflow_batchinfer.pipeline.outputs import OutputColumns
 from airflow_batchinfer.pipeline.readers import open_input
 from airflow_batchinfer.pipeline.results import check_result_columns
@@ -39,7 +40,8 @@ def split(store: Store, spec: JobSpec, run_id: str) -> Plan:
 
     Raises:
         InputError: the input cannot be used; names file, line, column or rows, and the remedy.
-        SpecError: the prompt or an expectation cannot work, or another run has the same folder name.
+        SpecError: the prompt, the judge or an expectation cannot work, or another run has the same folder
+            name.
         PlanChangedError: a plan is there and the job has changed since in a field that decides the
             results or the shards; see `on_changed_spec`.
         CorruptError: a plan is there and its shards' files are not; see `on_changed_spec`.
@@ -50,6 +52,7 @@ def split(store: Store, spec: JobSpec, run_id: str) -> Plan:
     if plan is not None:
         return plan
     check_expectations(spec)
+    check_judge(spec)
     layout, epoch = RunLayout(run_dir(spec.name, run_id, generation)), new_epoch()
     check_result_columns(spec)
     check_writable(store, layout, epoch)
@@ -92,6 +95,7 @@ def write_plan(
     *,
     replay_of: ReplayOf | None = None,
     warnings: Sequence[str] = (),
+    folder: str | None = None,
 ) -> Plan:
     """Write the plan of frozen rows, unless another attempt was first: then that one holds.
 
@@ -104,8 +108,9 @@ def write_plan(
         frozen: the shards.
         replay_of: the run whose dead letters they are, if it is a replay.
         warnings: more of them, after those of freezing.
+        folder: where; default: the run's own folder.
     """
-    folder = run_dir(spec.name, run_id, generation)
+    folder = folder or run_dir(spec.name, run_id, generation)
     layout = RunLayout(folder)
     if store.exists(layout.plan):
         return load_plan(store, folder)

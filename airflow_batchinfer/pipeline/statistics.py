@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 _K = TypeVar("_K", str, int)
@@ -20,6 +20,22 @@ def wilson(count: int, of: int) -> tuple[float, float]:
     centre = (share + z2 / (2 * of)) / (1 + z2 / of)
     half = _Z / (1 + z2 / of) * math.sqrt(share * (1 - share) / of + z2 / (4 * of * of))
     return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """Mean and its 95 % interval by the normal approximation; no width for a single value.
+
+    Raises:
+        ValueError: there is no value.
+    """
+    if not values:
+        raise ValueError("the mean of no values")
+    mean = math.fsum(values) / len(values)
+    if len(values) == 1:
+        return mean, mean, mean
+    variance = math.fsum((v - mean) ** 2 for v in values) / (len(values) - 1)
+    half = _Z * math.sqrt(variance / len(values))
+    return mean, mean - half, mean + half
 
 
 def population_stability(before: Mapping[_K, int], after: Mapping[_K, int]) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pandas as pd
 
-from airflow_batchinfer.errors import GateError, IncompleteRunError
+from airflow_batchinfer.errors import GateError, IncompleteRunError, InputError
 from airflow_batchinfer.pipeline.accounting import Account
 from airflow_batchinfer.pipeline.answers import ShardAnswers, shards_of
 from airflow_batchinfer.pipeline.data_docs import data_docs
@@ -19,12 +19,15 @@ from airflow_batchinfer.pipeline.drift import check_drift
 from airflow_batchinfer.pipeline.expectations import Expected, expectations_of, title
 from airflow_batchinfer.pipeline.frames import all_frames, build_frame
 from airflow_batchinfer.pipeline.gx import EXAMPLES, validate_frame
+from airflow_batchinfer.pipeline.judge import judge_folder
+from airflow_batchinfer.pipeline.judge_scores import JudgeScores, read_scores
 from airflow_batchinfer.pipeline.labels import LabelCounter
 from airflow_batchinfer.pipeline.limits import check_limits
 from airflow_batchinfer.pipeline.profile import Profile, profile_shard
 from airflow_batchinfer.pipeline.quarantine import Quarantine, QuarantinedShard, QuarantineWriter
 from airflow_batchinfer.pipeline.sampling import ranks
 from airflow_batchinfer.pipeline.shown import RowPicker, cut
+from airflow_batchinfer.pipeline.split import load_plan
 from airflow_batchinfer.pipeline.verdict import Check, Verdict
 from airflow_batchinfer.run.layout import RunLayout
 from airflow_batchinfer.run.ledger import Ledger
@@ -47,7 +50,7 @@ def validate(store: Store, folder: str) -> Verdict:
     judges what is left.
 
     Raises:
-        IncompleteRunError: the run has no complete ledger.
+        IncompleteRunError: the run has no complete ledger, or its judge is not done.
         GateError: a limit is broken, or an expectation with `on_failure: hold`; the verdict is written.
         SpecError: an expectation cannot be built (split refuses these before anything is spent).
         CorruptError: a part cannot be read, naming it.
@@ -69,7 +72,8 @@ def validate(store: Store, folder: str) -> Verdict:
         runner.see(shard)
     scores = labels.scores()
     account = Account(ledger, runner.quarantined())
-    limits = check_limits(plan, account, picker.dead(opened), scores)
+    judged = _judged(store, plan, account)
+    limits = check_limits(plan, account, picker.dead(opened), scores, judged)
     drift = check_drift(store, plan, profile)
     expectations = runner.finish()
     checks = [*limits, *drift, *expectations]
@@ -86,6 +90,7 @@ def validate(store: Store, folder: str) -> Verdict:
         details=runner.details,
         data_docs=runner.write_data_docs(plan, now),
         profile=profile,
+        judge=judged,
         labels=scores,
     )
     verdict.write(store, layout.validation)
@@ -105,6 +110,21 @@ def _complete_ledger(store: Store, layout: RunLayout) -> Ledger:
             + "; ".join(ledger.problems[:5])
         )
     return ledger
+
+
+def _judged(store: Store, plan: Plan, account: Account) -> JudgeScores | None:
+    """What the job's judge said; none if it has no judge."""
+    judge = plan.spec.judge
+    if judge is None:
+        return None
+    try:
+        asked = load_plan(store, judge_folder(plan, judge, account.ledger))
+    except InputError as error:
+        raise IncompleteRunError(
+            f"{plan.folder} was not judged since its newest answers, and the job has a `judge`: clear "
+            "prepare_judge with its downstream tasks"
+        ) from error
+    return read_scores(store, asked, judge, account.quarantine)
 
 
 def _message(checks: Sequence[Check], quarantine: Quarantine, *, publish: bool) -> str:

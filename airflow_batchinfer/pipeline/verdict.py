@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from airflow_batchinfer.pipeline.judge_scores import JudgeScores
 from airflow_batchinfer.pipeline.labels import LabelScores
 from airflow_batchinfer.pipeline.profile import Profile
 from airflow_batchinfer.pipeline.quarantine import Quarantine
@@ -52,4 +53,5 @@ class Verdict(Document):
     details: list[str] = Field(default_factory=list, description="Keys of Great Expectations' own JSON.")
     data_docs: str | None = Field(None, description="Key of Great Expectations' page of the run.")
     profile: Profile = Field(description="What the answers look like; the next run is compared with it.")
+    judge: JudgeScores | None = Field(None, description="What the judge said of a sample.")
     labels: LabelScores | None = Field(None, description="Answers against the truth column.")

@@ -79,6 +79,15 @@ class RunLayout:
         """Great Expectations' page of the run."""
         return f"{self.folder}/validation/data_docs.html"
 
+    @property
+    def judges(self) -> str:
+        """Folder of the judges' runs: each has a plan and shards as the run itself."""
+        return f"{self.folder}/judge"
+
+    def judge(self, key: str) -> str:
+        """Folder of one judge's run over one state of the answers."""
+        return f"{self.judges}/{key}"
+
     def quarantine(self, shard: int, sha256: str) -> str:
         """The rows of one shard that validation takes out of the results, by the file's hash."""
         return f"{self.folder}/validation/quarantine-{shard:05d}-{sha256[:16]}.parquet"

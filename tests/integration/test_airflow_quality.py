@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 
 import pytest
 
@@ -89,7 +90,19 @@ def test_a_rejected_pilot_ends_the_run(airflow, gated_job):
     assert sum(paid(log).values()) == 8
 
 
-def test_no_pilot_passes_the_judge_and_failing_rows_are_dead_letters(airflow, airflow_store, gated_job):
+def test_no_pilot_a_judge_and_failing_rows_as_dead_letters(airflow, airflow_store, gated_job, tmp_path):
+    judged_log = tmp_path / "judged.log"
+    judge = {
+        "rows": 12,
+        "prompt": {"template": "{{ text }} was answered with {{ output }}. Right?"},
+        "model": {
+            "name": "none",
+            "backend": "tests.engines:InstantEngine",
+            "engine": {"paid_log": str(judged_log)},
+        },
+        "task": {"type": "choice", "labels": ["right", "wrong"]},
+        "passing": ["right", "wrong"],
+    }
     expected = {
         "type": "expect_column_values_to_be_in_set",
         "kwargs": {"column": "output", "value_set": ["yes"]},
@@ -100,6 +113,8 @@ def test_no_pilot_passes_the_judge_and_failing_rows_are_dead_letters(airflow, ai
         pilot=False,
         validation={"expectations": [expected]},
         failure={"max_dead_fraction": 0.9},
+        judge=judge,
+        gate={"min_judge_pass": 1.0},
     )
     run_id = airflow.trigger("piloted_job", {"spec": fields})
     assert airflow.wait("piloted_job", run_id) == "success", airflow.states("piloted_job", run_id)
@@ -118,6 +133,15 @@ def test_no_pilot_passes_the_judge_and_failing_rows_are_dead_letters(airflow, ai
         address = (airflow_store / key).as_uri()
         path = f"/dags/piloted_job/dagRuns/{run_id}/taskInstances/{task}/links"
         assert airflow.call("GET", path)["extra_links"] == {name: address}
+    scores = report["verdict"]["judge"]
+    assert (
+        scores["judged"]
+        == scores["passed"]
+        == len(set(paid(judged_log)) - {row["row_id"] for row in letters})
+    )
+    assert airflow.clear("piloted_job", run_id, ["prepare_judge"], only_failed=False)
+    assert airflow.wait("piloted_job", run_id) == "success", airflow.states("piloted_job", run_id)
+    assert Counter(paid(judged_log).values()) == {1: 12}, "a clear pays the judge no second time"
     assert f"data docs: {(airflow_store / run.layout.data_docs).as_uri()}" in told
 
 

@@ -28,13 +28,16 @@ retried_job = batch_inference(
     job_of_conf, dag_id="retried_job", params=PARAMS, retries=1, retry_delay=timedelta(seconds=1)
 )
 
-piloted_job = batch_inference(job_of_conf, dag_id="piloted_job", params=PARAMS, retries=0, pilot=True)
+piloted_job = batch_inference(
+    job_of_conf, dag_id="piloted_job", params=PARAMS, retries=0, pilot=True, judge=True
+)
 
 model_job = batch_inference(
     job_of_conf,
     dag_id="model_job",
     params=PARAMS,
     retries=0,
+    judge=True,
     infer_arguments={
         "worker_python": os.environ.get("BATCHINFER_TEST_WORKER_PYTHON"),
         "worker_env": {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"},

@@ -7,6 +7,11 @@ from airflow_batchinfer.errors import SpecError
 
 pytestmark = pytest.mark.airflow_env
 
+JUDGE = {
+    "prompt": {"template": "Is {{ output }} right for {{ text }}?"},
+    "task": {"type": "choice", "labels": ["yes", "no"]},
+    "passing": ["yes"],
+}
 FIELDS = {
     "name": "tickets",
     "input": {"path": "t.jsonl"},
@@ -51,9 +56,19 @@ def test_the_pilot_comes_before_the_fleet(build):
         assert tasks["infer"] == (["judge_pilot"], "all_success")
 
 
+def test_the_judge_comes_before_validation(build):
+    for dag in (build({**FIELDS, "judge": JUDGE}), build(FIELDS, dag_id="d", judge=True)):
+        tasks = {t.task_id: (sorted(t.upstream_task_ids), t.trigger_rule.value) for t in dag.tasks}
+        assert tasks["prepare_judge"] == (["reconcile"], "all_success")
+        assert tasks["judge"] == (["prepare_judge"], "all_success")
+        # A job may turn out to have no judge: then `judge` maps over nothing and is skipped.
+        assert tasks["validate"] == (["judge"], "none_failed")
+    assert not {"judge", "prepare_judge"} & {t.task_id for t in build(FIELDS).tasks}
+
+
 def test_nothing_of_ours_is_templated(build):
     """Airflow renders XCom values that reach a templated field (fact A9)."""
-    for task in build({**FIELDS, "pilot": {"rows": 20}}).tasks:
+    for task in build({**FIELDS, "pilot": {"rows": 20}, "judge": JUDGE}).tasks:
         assert tuple(task.template_fields) == (), task.task_id
 
 

@@ -78,7 +78,7 @@ def test_every_section_of_a_spec_either_decides_outputs_or_is_known_not_to() -> 
             "retry",
             "failure",
         ),
-        *("validation", "line", "pilot", "gate", "cost", "drift", "report", "export", "incremental"),
+        *("validation", "line", "pilot", "gate", "judge", "cost", "drift", "report", "export", "incremental"),
         *("removed_rows", "on_changed_spec"),
     }
     assert set(JobSpec.model_fields) == neutral | set(DECIDING_SECTIONS)
