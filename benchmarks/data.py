@@ -253,8 +253,8 @@ def main() -> None:
 def table(measures: dict[int, dict[str, Measure]]) -> str:
     """The measures as a Markdown table with the ratios to the copy."""
     lines = [
-        "| rows | step | seconds | of the copy | limit | processor seconds | of the copy | peak MiB |",
-        "|---|---|---|---|---|---|---|---|",
+        "| rows | step | seconds | of the copy | limit | peak MiB |",
+        "|---|---|---|---|---|---|",
     ]
     for rows, steps in measures.items():
         for step in ("copy", *LIMITS):
