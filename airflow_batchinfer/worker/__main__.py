@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
+from typing import NoReturn
 
 from airflow_batchinfer.errors import BatchInferError
 from airflow_batchinfer.worker.run import run_worker
@@ -29,9 +31,21 @@ def main() -> int:
         return _BUG
 
 
+def leave(code: int) -> NoReturn:
+    """End the process without Python's own shutdown, which may never end, or abort.
+
+    A thread that is inside Arrow when the interpreter goes holds it up for ever, or is unwound through
+    C++ ("terminate called without an active exception"). All that matters is durable by now.
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 def _say(message: str) -> None:
     print("batchinfer:", "; ".join(message.splitlines()), file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+from airflow_batchinfer.worker.__main__ import leave
 from tests.chaos.injection import Fault, install
 
 
@@ -31,4 +32,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -168,3 +168,12 @@ def test_a_killed_worker_takes_its_engine_along(run: Run) -> None:
     while _alive(engine):
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_no_thread_holds_up_the_end_of_the_process() -> None:
+    program = (
+        "import threading; from airflow_batchinfer.worker.__main__ import leave; "
+        "threading.Thread(target=threading.Event().wait).start(); print('said', end=''); leave(75)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, timeout=60, cwd=ROOT)
+    assert (done.returncode, done.stdout) == (75, b"said")
