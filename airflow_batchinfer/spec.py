@@ -711,7 +711,20 @@ class JobSpec(_Strict):
 
     def to_yaml(self) -> str:
         """The spec as YAML, complete with defaults."""
-        return yaml.safe_dump(self.dump(), sort_keys=False, allow_unicode=True)
+        return yaml.dump(self.dump(), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Escapes Unicode's own line breaks: written as they are, YAML reads them back as `\\n`."""
+
+    def represent_text(self, text: str) -> yaml.ScalarNode:
+        """A text, in double quotes if it needs escapes."""
+        style = '"' if _LINE_BREAKS & set(text) else None
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_LINE_BREAKS = frozenset("\x85\u2028\u2029")
+_Dumper.add_representer(str, _Dumper.represent_text)
 
 
 def _explain(error: ValidationError) -> str:

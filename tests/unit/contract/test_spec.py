@@ -114,3 +114,11 @@ def test_a_file_that_is_no_spec_is_refused_with_its_name(tmp_path: Path, content
 def test_the_truth_column_is_carried_once() -> None:
     spec = JobSpec.parse(LEAST | {"input": {"path": "x.csv", "carry": ["a", "t"], "truth": "t"}})
     assert spec.carried == ["a", "t"]
+
+
+@pytest.mark.parametrize("line_break", ["\x85", "\u2028", "\u2029", "\r", "\n"])
+def test_line_breaks_survive_yaml(tmp_path: Path, line_break: str) -> None:
+    spec = JobSpec.parse(LEAST | {"prompt": {"template": f"a{line_break} b {{{{ text }}}}"}})
+    path = tmp_path / "job.yaml"
+    path.write_text(spec.to_yaml(), encoding="utf-8")
+    assert JobSpec.load(path) == spec
