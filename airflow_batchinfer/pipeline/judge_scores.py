@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 from pydantic import Field
 
 from airflow_batchinfer.errors import IncompleteRunError
@@ -80,7 +83,7 @@ def read_scores(store: Store, plan: Plan, judge: JudgeSpec, quarantine: Quaranti
                 f"the judge is not done: shard {shard.planned.shard} of {plan.folder} has no commit; clear "
                 "judge with its downstream tasks"
             )
-    out = {i for line in quarantine.shards for i in quarantined_rows(store, line)[ROW_ID].to_pylist()}
+    out = _quarantined(store, quarantine, shards)
     scores: list[float] = []
     unread: Counter[str] = Counter()
     tokens, failed = 0, 0
@@ -121,6 +124,17 @@ def read_scores(store: Store, plan: Plan, judge: JudgeSpec, quarantine: Quaranti
         tokens=tokens,
         failed=_shown(bad, judge.seed),
     )
+
+
+def _quarantined(store: Store, quarantine: Quarantine, shards: Sequence[ShardAnswers]) -> set[int]:
+    """Which of the judged rows are quarantined."""
+    judged = [shard.sent([ROW_ID])[ROW_ID].combine_chunks() for shard in shards]
+    asked = pa.concat_arrays(judged) if judged else pa.array([], pa.int64())
+    found: set[int] = set()
+    for line in quarantine.shards:
+        ids = quarantined_rows(store, line)[ROW_ID]
+        found.update(ids.filter(pc.is_in(ids, value_set=asked)).to_pylist())
+    return found
 
 
 def _shown(bad: list[tuple[ShardAnswers, list[int]]], seed: int) -> list[ShownRow]:

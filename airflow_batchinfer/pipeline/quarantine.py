@@ -15,7 +15,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pydantic import Field
-from pyroaring import BitMap64
 
 from airflow_batchinfer.errors import CorruptError
 from airflow_batchinfer.run.document import Document
@@ -63,15 +62,13 @@ class Quarantine(Document):
 
 
 class QuarantineWriter:
-    """Collects the failing rows of one shard. Ids stand in a bitmap; messages only for failing rows."""
+    """Collects the failing rows of one shard, in memory of their number."""
 
     def __init__(self) -> None:
         self._messages: dict[int, str] = {}
-        self.ids = BitMap64()
 
     def add(self, row_id: int, message: str) -> None:
         """Add a row, or one more message to a row."""
-        self.ids.add(row_id)
         before = self._messages.get(row_id)
         self._messages[row_id] = f"{before}; {message}" if before else message
 
@@ -79,7 +76,7 @@ class QuarantineWriter:
         """Write the file; none if no row failed. The same rows give the same file under the same key."""
         if not self._messages:
             return None
-        ids = self.ids.to_array()
+        ids = sorted(self._messages)
         table = pa.table([pa.array(ids, pa.int64()), [self._messages[i] for i in ids]], schema=SCHEMA)
         sink = pa.BufferOutputStream()
         pq.write_table(table, sink, compression="zstd")
