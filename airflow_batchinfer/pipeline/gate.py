@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from airflow_batchinfer.errors import GateError, IncompleteRunError
 from airflow_batchinfer.pipeline.accounting import Account, current_ledger
+from airflow_batchinfer.pipeline.merge import MergeResult
 from airflow_batchinfer.pipeline.pilot import read_pilot
 from airflow_batchinfer.pipeline.report import Report
 from airflow_batchinfer.pipeline.split import load_plan
@@ -94,12 +94,12 @@ def _verdict(store: Store, layout: RunLayout, digest: str) -> Verdict:
 
 def _check_merge(store: Store, layout: RunLayout, account: Account) -> None:
     try:
-        merged = json.loads(store.read_bytes(layout.merge))
+        merged = MergeResult.read(store, layout.merge)
     except FileNotFoundError as error:
         raise GateError(
             f"{layout.folder} is complete but not published. Clear merge {_DOWNSTREAM}."
         ) from error
-    if (merged.get("ledger_sha256"), merged.get("quarantine_sha256")) != account.digests:
+    if (merged.ledger_sha256, merged.quarantine_sha256) != account.digests:
         raise GateError(
             f"{layout.folder} was published from an older ledger or verdict. Clear merge {_DOWNSTREAM}."
         )

@@ -15,7 +15,7 @@ from airflow_batchinfer.pipeline.answered import AnsweredBatch
 from airflow_batchinfer.pipeline.answers import positions
 from airflow_batchinfer.pipeline.dead_letters import SCHEMA, LetterWriter, Status
 from airflow_batchinfer.pipeline.shuffle import Shuffle
-from airflow_batchinfer.run.document import Document
+from airflow_batchinfer.run.document import Document, Timestamp
 from airflow_batchinfer.run.layout import RunLayout
 from airflow_batchinfer.run.plan import Plan
 from airflow_batchinfer.store import Store
@@ -28,7 +28,7 @@ class ReplayNote(Document):
 
     run_id: str
     folder: str
-    created_at: str = Field(description="When the replay was planned, ISO 8601.")
+    created_at: Timestamp = Field(description="When the replay was planned, ISO 8601.")
 
 
 def replays_of(store: Store, layout: RunLayout) -> list[ReplayNote]:

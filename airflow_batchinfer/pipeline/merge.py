@@ -35,7 +35,7 @@ from airflow_batchinfer.pipeline.split import load_plan
 from airflow_batchinfer.pipeline.standing import resolved_rows, standing_of
 from airflow_batchinfer.pipeline.tables import Publication, dataset_of, open_table, publish
 from airflow_batchinfer.pipeline.verdict import Verdict
-from airflow_batchinfer.run.document import Document
+from airflow_batchinfer.run.document import Document, Timestamp
 from airflow_batchinfer.run.layout import DEAD_LETTERS, RunLayout, results_table
 from airflow_batchinfer.run.ledger import Ledger
 from airflow_batchinfer.run.plan import Plan
@@ -46,7 +46,7 @@ class MergeResult(Document):
     """What merge published, and from which ledger."""
 
     format_version: int = 1
-    created_at: str
+    created_at: Timestamp
     ledger_sha256: str
     quarantine_sha256: str = Field(description="Digest of what validation had taken out of the results.")
     results_table: str = Field(description="Address of the Delta table.")

@@ -18,7 +18,7 @@ from airflow_batchinfer.pipeline.shown import RowPicker, ShownRow, cut
 from airflow_batchinfer.pipeline.statistics import wilson
 from airflow_batchinfer.pipeline.verdict import Check
 from airflow_batchinfer.pipeline.words import amount, duration
-from airflow_batchinfer.run.document import Document
+from airflow_batchinfer.run.document import Document, Timestamp
 from airflow_batchinfer.run.layout import RunLayout
 from airflow_batchinfer.run.outcome import Outcome, Reason
 from airflow_batchinfer.run.plan import Plan
@@ -32,7 +32,7 @@ class PilotVerdict(Document):
     """What the pilot showed. Counts are of input rows, as everywhere."""
 
     format_version: int = 1
-    created_at: str
+    created_at: Timestamp
     shard: int | None = Field(description="The pilot's shard; none if the plan has no pilot.")
     success: bool
     approval: Literal["none", "required"] = "none"

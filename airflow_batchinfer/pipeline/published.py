@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from airflow_batchinfer.run.document import Document
+from airflow_batchinfer.run.document import Document, Timestamp
 from airflow_batchinfer.run.layout import published_runs
 from airflow_batchinfer.run.plan import Plan
 from airflow_batchinfer.store import Store
@@ -17,7 +17,7 @@ class PublishedRun(Document):
 
     folder: str
     run_id: str
-    created_at: str = Field(description="When its plan was made, ISO 8601.")
+    created_at: Timestamp = Field(description="When its plan was made, ISO 8601.")
 
 
 class PublishedRuns(Document):

@@ -7,7 +7,7 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from airflow_batchinfer.errors import CorruptError
-from airflow_batchinfer.run.document import Document
+from airflow_batchinfer.run.document import Document, Timestamp
 from airflow_batchinfer.run.layout import RunLayout
 from airflow_batchinfer.store import Store
 
@@ -40,7 +40,7 @@ class Commit(Document):
     shard: int
     epoch: str
     fingerprint: str
-    created_at: str
+    created_at: Timestamp
     rows_sha256: str = Field(description="Of the rows file it answers; equals the plan's.")
     rows: int
     sent: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from airflow_batchinfer.run.document import Document
+from airflow_batchinfer.run.document import Document, Timestamp
 from airflow_batchinfer.run.layout import RunLayout
 from airflow_batchinfer.store import Store
 
@@ -22,7 +22,7 @@ class Launch(Document):
     message: str = ""
     node: str | None = None
     exit_code: int | None = None
-    ended_at: str = Field(description="ISO 8601, UTC; when its end was seen.")
+    ended_at: Timestamp = Field(description="ISO 8601, UTC; when its end was seen.")
 
     def record(self, store: Store, layout: RunLayout) -> None:
         """Write it to its place."""

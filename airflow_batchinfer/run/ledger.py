@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from airflow_batchinfer.run.commit import Tokens
-from airflow_batchinfer.run.document import Document
+from airflow_batchinfer.run.document import Document, Timestamp
 
 
 class LedgerShard(Document):
@@ -33,7 +33,7 @@ class Ledger(Document):
     generation: int
     fingerprint: str
     plan_sha256: str
-    created_at: str
+    created_at: Timestamp
     complete: bool
     rows: int = Field(description="Input rows that the run answers: those of its shards.")
     kept_rows: int = Field(0, description="Input rows that keep an earlier result (incremental runs).")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from airflow_batchinfer.run.document import Document
+from airflow_batchinfer.run.document import Document, Timestamp
 from airflow_batchinfer.spec import JobSpec
 
 
@@ -56,7 +56,7 @@ class ReplayOf(Document):
     run_id: str
     folder: str
     generation: int
-    created_at: str = Field(description="When that run was planned, ISO 8601.")
+    created_at: Timestamp = Field(description="When that run was planned, ISO 8601.")
     fingerprint: str = Field(description="That run's.")
     reasons: list[str] = Field(description="Reasons that were asked for; empty for all.")
 
@@ -69,7 +69,7 @@ class Plan(Document):
     run_id: str = Field(description="Airflow's run id (or the caller's), as it is.")
     generation: int = 1
     folder: str = Field(description="The run's folder in the store.")
-    created_at: str = Field(description="ISO 8601, UTC.")
+    created_at: Timestamp = Field(description="ISO 8601, UTC.")
     epoch: str = Field(description="The split attempt that wrote it.")
     fingerprint: str
     spec: JobSpec

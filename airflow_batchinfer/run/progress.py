@@ -8,7 +8,7 @@ from pydantic import Field
 
 from airflow_batchinfer.errors import CorruptError
 from airflow_batchinfer.run.commit import Tokens
-from airflow_batchinfer.run.document import Document
+from airflow_batchinfer.run.document import Document, Timestamp
 from airflow_batchinfer.run.layout import RunLayout
 from airflow_batchinfer.store import Store
 
@@ -20,7 +20,7 @@ class Progress(Document):
     epoch: str
     state: Literal["loading", "running", "draining", "committed", "reclaimed", "stopped", "failed"]
     message: str = ""
-    updated_at: str
+    updated_at: Timestamp
     sent: int
     done: int = Field(description="Rows with an outcome, durable or not.")
     durable: int = Field(description="Rows with an outcome in a part.")

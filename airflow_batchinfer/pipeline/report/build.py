@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from datetime import UTC, datetime
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from airflow_batchinfer.pipeline.accounting import Account, account_of
 from airflow_batchinfer.pipeline.answers import ShardAnswers, shards_of
 from airflow_batchinfer.pipeline.attempts import Attempt, attempts_of
 from airflow_batchinfer.pipeline.eyes import read_review
 from airflow_batchinfer.pipeline.forecast import money
+from airflow_batchinfer.pipeline.merge import MergeResult
 from airflow_batchinfer.pipeline.pilot import PilotVerdict, read_pilot
 from airflow_batchinfer.pipeline.profile import Profile, profile_shard
 from airflow_batchinfer.pipeline.report.model import Report, ShardLine, Stage, Throughput
 from airflow_batchinfer.pipeline.shown import RowPicker
 from airflow_batchinfer.pipeline.verdict import Verdict
 from airflow_batchinfer.run.commit import Tokens
+from airflow_batchinfer.run.document import Document
 from airflow_batchinfer.run.layout import DEAD_LETTERS, RunLayout, results_table
 from airflow_batchinfer.run.ledger import Ledger
 from airflow_batchinfer.run.outcome import Outcome
@@ -29,7 +30,7 @@ DEAD_EXAMPLES = 5
 """Dead letters shown for each reason."""
 
 Status = Literal["published", "held", "not published", "stopped", "incomplete"]
-_D = TypeVar("_D", Ledger, Verdict)
+_D = TypeVar("_D", bound=Document)
 
 
 def build_report(store: Store, plan: Plan) -> Report:
@@ -59,9 +60,9 @@ def build_report(store: Store, plan: Plan) -> Report:
 
     ledger_sha256, quarantine_sha256 = account.digests if account else (None, None)
     verdict = _optional(Verdict, store, layout.validation)
-    merged = _merged(store, layout)
+    merged = _optional(MergeResult, store, layout.merge)
     published = merged is not None and (
-        (merged.get("ledger_sha256"), merged.get("quarantine_sha256")) == (ledger_sha256, quarantine_sha256)
+        (merged.ledger_sha256, merged.quarantine_sha256) == (ledger_sha256, quarantine_sha256)
     )
     unprocessed = plan.rows - profile.rows
     problems = _problems(plan, profile, account, lines)
@@ -173,7 +174,7 @@ def _stages(
     lines: list[ShardLine],
     ledger: Ledger | None,
     verdict: Verdict | None,
-    merged: dict[str, Any] | None,
+    merged: MergeResult | None,
 ) -> list[Stage]:
     """Steps that left a time behind; each of the last three begins where the one before ended."""
     stages = []
@@ -187,7 +188,7 @@ def _stages(
     done: Iterable[tuple[str, str | None]] = (
         ("reconcile", ledger.created_at if ledger else None),
         ("validate", verdict.created_at if verdict else None),
-        ("merge", str(merged["created_at"]) if merged and "created_at" in merged else None),
+        ("merge", merged.created_at if merged else None),
     )
     for name, at in done:
         if at is not None and (end := _seconds(start, at)) >= last:
@@ -255,14 +256,6 @@ def _by_outcome(counts: dict[str, int]) -> dict[str, int]:
 
 def _are(n: int) -> str:
     return "is" if n == 1 else "are"
-
-
-def _merged(store: Store, layout: RunLayout) -> dict[str, Any] | None:
-    try:
-        data: dict[str, Any] = json.loads(store.read_bytes(layout.merge))
-    except FileNotFoundError:
-        return None
-    return data
 
 
 def _optional(kind: type[_D], store: Store, key: str) -> _D | None:

@@ -12,7 +12,7 @@ from airflow_batchinfer.pipeline.profile import Profile
 from airflow_batchinfer.pipeline.shown import ShownRow
 from airflow_batchinfer.pipeline.verdict import Verdict
 from airflow_batchinfer.run.commit import Tokens
-from airflow_batchinfer.run.document import Document
+from airflow_batchinfer.run.document import Document, Timestamp
 from airflow_batchinfer.run.stop import Stop
 
 
@@ -62,7 +62,7 @@ class Report(Document):
     generation: int
     folder: str
     fingerprint: str
-    created_at: str
+    created_at: Timestamp
     status: Literal["published", "held", "not published", "stopped", "incomplete"]
     headline: str = Field(description="The run in one sentence.")
     problems: list[str]

@@ -1,9 +1,7 @@
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,16 +14,22 @@ def publish() -> Callable[[MadeRun], None]:
 
     def write(run: MadeRun) -> None:
         from airflow_batchinfer.pipeline.accounting import account_of
+        from airflow_batchinfer.pipeline.merge import MergeResult
         from airflow_batchinfer.run.ledger import Ledger
 
         ledger = Ledger.read(run.store, run.layout.ledger)
         ledger_sha256, quarantine_sha256 = account_of(run.store, run.folder, ledger).digests
-        merged: dict[str, Any] = {
-            "ledger_sha256": ledger_sha256,
-            "quarantine_sha256": quarantine_sha256,
-            "created_at": "2026-11-29T17:01:20+00:00",
-        }
-        run.store.write_bytes(run.layout.merge, json.dumps(merged).encode())
+        MergeResult(
+            created_at="2026-11-29T17:01:20+00:00",
+            ledger_sha256=ledger_sha256,
+            quarantine_sha256=quarantine_sha256,
+            results_table=run.store.uri_of("job/results"),
+            results_version=0,
+            results=ledger.counts["succeeded"],
+            dead_letter_table=run.store.uri_of("dead_letters"),
+            dead_letters_version=0,
+            dead_letters=ledger.rows - ledger.counts["succeeded"],
+        ).write(run.store, run.layout.merge)
 
     return write
 
