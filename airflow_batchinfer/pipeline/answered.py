@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from airflow_batchinfer.errors import CorruptError
 from airflow_batchinfer.pipeline.answers import positions
 from airflow_batchinfer.pipeline.quarantine import take_out
 from airflow_batchinfer.run.commit import Commit
+from airflow_batchinfer.run.parquet import open_parquet
 from airflow_batchinfer.run.plan import PlannedShard
 from airflow_batchinfer.run.shard import CARRY, COPIES, CUSTOM_ID, INPUT, PART_SCHEMA, ROW_ID, TRACKED_FIELDS
 from airflow_batchinfer.store import Store
@@ -131,17 +131,11 @@ def _beside(
 
 def _answers(store: Store, commit: Commit) -> pa.Table:
     """The commit's answers, each row once: from the first part in its list that has the row."""
-    filesystem, root = store.filesystem()
     tables: list[pa.Table] = []
     seen: pa.Array | None = None
     for part in commit.parts:
-        try:
-            table = pq.read_table(f"{root}/{part.key}", filesystem=filesystem)
-        except (OSError, pa.ArrowInvalid) as error:
-            raise CorruptError(
-                f"{store.uri_of(part.key)} cannot be read: {error}: clear reconcile"
-            ) from error
-        table = table.select(PART_SCHEMA.names).cast(PART_SCHEMA)
+        with open_parquet(store, part.key, "clear reconcile") as file:
+            table = file.read(PART_SCHEMA.names).cast(PART_SCHEMA)
         ids = table[ROW_ID].combine_chunks()
         if seen is not None and commit.overlapping_rows:
             table = table.filter(pc.invert(pc.is_in(ids, seen)))
@@ -151,13 +145,7 @@ def _answers(store: Store, commit: Commit) -> pa.Table:
 
 
 def _batches(store: Store, key: str, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
-    filesystem, root = store.filesystem()
-    try:
-        with pq.ParquetFile(
-            f"{root}/{key}", filesystem=filesystem, pre_buffer=False, buffer_size=1 << 20
-        ) as file:
-            for batch in file.iter_batches(_BATCH_ROWS, columns=columns and list(columns)):
-                if batch.num_rows:
-                    yield batch
-    except (OSError, pa.ArrowInvalid) as error:
-        raise CorruptError(f"{store.uri_of(key)} cannot be read: {error}") from error
+    with open_parquet(store, key) as file:
+        for batch in file.iter_batches(_BATCH_ROWS, columns=columns and list(columns)):
+            if batch.num_rows:
+                yield batch

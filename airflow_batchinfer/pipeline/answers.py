@@ -13,12 +13,11 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
-from airflow_batchinfer.errors import CorruptError
 from airflow_batchinfer.pipeline.quarantine import Quarantine, QuarantinedShard, quarantined_rows, take_out
 from airflow_batchinfer.run.commit import Commit, chosen_commit
 from airflow_batchinfer.run.layout import RunLayout
+from airflow_batchinfer.run.parquet import open_parquet
 from airflow_batchinfer.run.plan import Plan, PlannedShard
 from airflow_batchinfer.run.shard import CARRY, COPIES, CUSTOM_ID, INPUT, PART_METADATA_PREFIX, ROW_ID
 from airflow_batchinfer.store import Store
@@ -139,13 +138,13 @@ class ShardAnswers:
         return pa.table(columns)
 
     def _structs(self, carried: Sequence[str]) -> list[str]:
-        names = pq.read_schema(_path(self.store, self.planned.rows_key), filesystem=_fs(self.store)).names
+        names = _schema(self.store, self.planned.rows_key).names
         return [s for s in (INPUT, CARRY) if carried and s in names]
 
     def _carry_of_copies(self, carried: Sequence[str]) -> list[str]:
         if self.planned.copies_key is None or not carried:
             return []
-        names = pq.read_schema(_path(self.store, self.planned.copies_key), filesystem=_fs(self.store)).names
+        names = _schema(self.store, self.planned.copies_key).names
         return [CARRY] if CARRY in names else []
 
 
@@ -199,24 +198,19 @@ def _durable_parts(store: Store, layout: RunLayout, shard: int, fingerprint: str
     for info in store.list(layout.shard(shard)):
         name = info.key.rsplit("/", 1)[-1]
         if name.startswith("part-") and name.endswith(".parquet"):
-            metadata = pq.read_schema(_path(store, info.key), filesystem=_fs(store)).metadata or {}
+            metadata = _schema(store, info.key).metadata or {}
             if metadata.get(f"{PART_METADATA_PREFIX}fingerprint".encode()) == fingerprint.encode():
                 yield info.key
 
 
 def _read(store: Store, key: str, columns: Sequence[str]) -> pa.Table:
-    try:
-        return pq.read_table(_path(store, key), filesystem=_fs(store), columns=list(columns))
-    except (OSError, pa.ArrowInvalid) as error:
-        raise CorruptError(f"{store.uri_of(key)} cannot be read: {error}") from error
+    with open_parquet(store, key) as file:
+        return file.read(list(columns))
 
 
-def _fs(store: Store) -> pa.fs.FileSystem:
-    return store.filesystem()[0]
-
-
-def _path(store: Store, key: str) -> str:
-    return f"{store.filesystem()[1]}/{key}"
+def _schema(store: Store, key: str) -> pa.Schema:
+    with open_parquet(store, key) as file:
+        return file.schema_arrow
 
 
 def _only(table: pa.Table, keep: Ids) -> pa.Table:

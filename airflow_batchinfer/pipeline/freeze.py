@@ -30,6 +30,7 @@ from airflow_batchinfer.pipeline.sharding import Placement, place_rows, placemen
 from airflow_batchinfer.pipeline.shuffle import RUN_BYTES, Shuffle
 from airflow_batchinfer.prompts.template import PromptTemplate
 from airflow_batchinfer.run.layout import RunLayout
+from airflow_batchinfer.run.parquet import WRITE_OPTIONS
 from airflow_batchinfer.run.plan import InputSnapshot, KeptRows, PlannedShard
 from airflow_batchinfer.run.shard import (
     CARRY,
@@ -296,14 +297,14 @@ class _Freezer:
         rows = sent.table(shard)
         rows = rows.take(pc.sort_indices(rows[_PLACE])).drop_columns(_PLACE)
         path = self._scratch / f"rows-{shard:05d}.parquet"
-        pq.write_table(rows, path, row_group_size=_ROW_GROUP_ROWS, compression="zstd")
+        pq.write_table(rows, path, row_group_size=_ROW_GROUP_ROWS, **WRITE_OPTIONS)
         size, digest = path.stat().st_size, file_sha256(path)
         key = self._layout.rows(shard, self._epoch)
         self._store.put_file(path, key)
         copies_key = None
         if shard in copies:
             copies_key = self._layout.copies(shard, self._epoch)
-            with pq.ParquetWriter(path, copies.schema, compression="zstd") as writer:
+            with pq.ParquetWriter(path, copies.schema, **WRITE_OPTIONS) as writer:
                 for batch in copies.read(shard):
                     writer.write_batch(batch, row_group_size=_ROW_GROUP_ROWS)
             self._store.put_file(path, copies_key)

@@ -25,6 +25,7 @@ from airflow_batchinfer.pipeline.results import PublishedRows, newest_published
 from airflow_batchinfer.pipeline.tables import open_table, table_dataset
 from airflow_batchinfer.run.fingerprint import changed_fields, fingerprint, fingerprint_fields
 from airflow_batchinfer.run.layout import DEAD_LETTERS, RunLayout, results_table, run_dir
+from airflow_batchinfer.run.parquet import WRITE_OPTIONS
 from airflow_batchinfer.run.plan import KeptRows, Plan
 from airflow_batchinfer.run.shard import DIGEST
 from airflow_batchinfer.spec import JobSpec
@@ -181,7 +182,7 @@ class KeptWriter:
         self._path = scratch / "kept-rows.parquet"
         self._carried = carried
         self._schema = kept_schema(carried)
-        self._writer = pq.ParquetWriter(self._path, self._schema, compression="zstd")
+        self._writer = pq.ParquetWriter(self._path, self._schema, **WRITE_OPTIONS)
         self._lines = _lines(increment.kept_path)
         self._rest: pa.Table | None = None
         self._rows = 0

@@ -9,7 +9,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset as ds
-import pyarrow.parquet as pq
 
 from airflow_batchinfer.errors import CorruptError
 from airflow_batchinfer.pipeline.answers import positions
@@ -17,6 +16,7 @@ from airflow_batchinfer.pipeline.increment import PRIOR_ROW_ID, REMOVED, UNCHANG
 from airflow_batchinfer.pipeline.results import ResultColumns
 from airflow_batchinfer.pipeline.shuffle import Shuffle
 from airflow_batchinfer.run.layout import results_table
+from airflow_batchinfer.run.parquet import open_parquet
 from airflow_batchinfer.run.plan import KeptRows, Plan
 from airflow_batchinfer.run.shard import CHANGE, DIGEST
 from airflow_batchinfer.store import Store
@@ -89,14 +89,10 @@ def _joined(
 
 
 def _kept_lists(store: Store, kept: KeptRows, scratch: Path) -> Shuffle:
-    filesystem, root = store.filesystem()
-    try:
-        with pq.ParquetFile(f"{root}/{kept.key}", filesystem=filesystem, pre_buffer=False) as file:
-            lists = Shuffle(_folder(scratch, "kept"), file.schema_arrow)
-            for batch in file.iter_batches(8_192):
-                lists.add(batch, batch.column(PRIOR_ROW_ID).to_numpy() // _BUCKET_ROWS)
-    except (OSError, pa.ArrowInvalid) as error:
-        raise CorruptError(f"{store.uri_of(kept.key)} cannot be read: {error}: start a new run") from error
+    with open_parquet(store, kept.key, "start a new run") as file:
+        lists = Shuffle(_folder(scratch, "kept"), file.schema_arrow)
+        for batch in file.iter_batches(8_192):
+            lists.add(batch, batch.column(PRIOR_ROW_ID).to_numpy() // _BUCKET_ROWS)
     lists.finish()
     return lists
 

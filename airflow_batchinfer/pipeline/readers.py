@@ -6,11 +6,13 @@ Each reader checks, when it is opened, what can be checked without reading the r
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import io
 import json
 import os
 import shutil
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +31,7 @@ from deltalake.exceptions import DeltaError
 from airflow_batchinfer.errors import InputError
 from airflow_batchinfer.pipeline.duck import MEMORY_LIMIT, scalar, sql_name, sql_text
 from airflow_batchinfer.pipeline.inputs import FoundFile, FoundTable, find_input
+from airflow_batchinfer.run.parquet import UNREADABLE
 from airflow_batchinfer.run.plan import InputFile
 from airflow_batchinfer.spec import InputSpec
 
@@ -39,6 +42,13 @@ MAX_BATCH_ROWS = 32_768
 
 MAX_LINE_BYTES = 16 * 1024 * 1024
 """Longest record of a text format."""
+
+MAX_NESTING = 64
+"""Deepest object or list in a JSON line, the line itself included."""
+
+
+_NUMBERS = frozenset({"UBIGINT", "BIGINT", "HUGEINT", "DOUBLE"})
+"""DuckDB's names of a JSON number's type."""
 
 
 class Reader(Protocol):
@@ -125,7 +135,7 @@ class ParquetReader(_Files):
                 try:
                     for batch in file.iter_batches(_batch_rows(file.metadata), columns=list(columns)):
                         yield batch.select(list(columns)).cast(wanted)
-                except (OSError, pa.ArrowInvalid) as error:
+                except UNREADABLE as error:
                     raise InputError(
                         f"{found.identity.uri} is damaged: {_first_line(error)}; write it anew"
                     ) from error
@@ -139,7 +149,7 @@ class ParquetReader(_Files):
             file = pq.ParquetFile(
                 f"{root}/{found.key}", filesystem=filesystem, pre_buffer=False, buffer_size=1024 * 1024
             )
-        except (OSError, pa.ArrowInvalid) as error:
+        except UNREADABLE as error:
             raise InputError(
                 f"{uri} cannot be read as Parquet: {_first_line(error)}; "
                 "write it anew, or set input.format if it is something else"
@@ -193,7 +203,7 @@ class DeltaReader:
                     batch_readahead=1,
                     fragment_readahead=0,
                 )
-            except (OSError, pa.ArrowInvalid) as error:
+            except UNREADABLE as error:
                 raise InputError(f"{self.files[0].uri}: {fragment.path} is damaged: {error}") from error
 
     def unchanged(self) -> bool:
@@ -232,7 +242,7 @@ class CsvReader(_Files):
                 try:
                     for batch in reader:
                         yield batch.select(list(columns))
-                except (OSError, pa.ArrowInvalid) as error:
+                except UNREADABLE as error:
                     raise InputError(
                         f"{uri} is no good CSV: {_first_line(error)}; correct the line"
                     ) from error
@@ -256,7 +266,7 @@ class CsvReader(_Files):
                 ) as reader,
             ):
                 yield reader
-        except (OSError, pa.ArrowInvalid) as error:
+        except UNREADABLE as error:
             raise InputError(f"{uri} cannot be read as CSV: {_first_line(error)}") from error
 
 
@@ -264,8 +274,9 @@ class JsonlReader(_Files):
     """JSON lines: one object a line.
 
     Types are those that hold all values of a column over all files, found by reading everything once.
-    Text stays text (nothing is taken for a date). A column whose numbers are too big for 64 bits, or whose
-    lines disagree about the type, is read as text, digits and all, with a warning.
+    Text stays text (nothing is taken for a date). A column whose numbers are too big for 64 bits, whose
+    lines disagree about the type, or whose objects have keys that only their case tells apart is read as
+    text, digits and all, with a warning. An object's key that stands twice counts once, the first time.
     """
 
     def __init__(self, found: list[FoundFile], spec: InputSpec, scratch: Path) -> None:
@@ -295,38 +306,76 @@ class JsonlReader(_Files):
             with self._explained(found, path):
                 query = f"SELECT json_group_structure(json) FROM {self._lines(path, found)}"
                 text = scalar(connection, query)
-            if text is None:
-                continue
-            structure = json.loads(text)
-            if not isinstance(structure, dict):
-                self._name_bad_line(found, path, None)
-            parts.append(structure)
+            if text is not None:
+                parts.append(self._checked(text, found, path))
         for part in parts:
             merged = part if merged is None else _merge(merged, part)
         if merged is None:
             raise InputError(f"the input has no rows ({len(self.files)} files, first {self.files[0].uri})")
         types: dict[str, Any] = merged
-        return {name: self._exact(connection, name, type_) for name, type_ in types.items()}
+        if not types:
+            raise InputError(f"{self.files[0].uri}: no line has a field, so there is nothing to prompt with")
+        unusable = [name for name in types if not name or "\0" in name]
+        if unusable:
+            self.warnings.append(f"input fields that cannot be columns are left out: {unusable}")
+        return {
+            name: self._exact(connection, name, type_)
+            for name, type_ in types.items()
+            if name not in unusable
+        }
+
+    def _checked(self, text: str, found: FoundFile, path: Path) -> dict[str, Any]:
+        """A file's structure from its JSON. Raises `InputError` naming the line that has another one."""
+        try:
+            structure = json.loads(text)
+        except RecursionError:
+            structure = None
+        if isinstance(structure, dict) and _depth(structure) <= MAX_NESTING:
+            return structure
+        problem = _bad_line(path, found.compression)
+        if problem is None and structure == "JSON":  # every line is `{}`
+            return {}
+        raise InputError(f"{found.identity.uri}{problem or ' cannot be read as JSON lines'}")
 
     def _exact(self, connection: duckdb.DuckDBPyConnection, name: str, type_: Any) -> Any:
-        """`type_`, or text where numbers would lose digits or lines disagree."""
+        """`type_`, or text where numbers would lose digits, lines disagree or keys are too alike."""
+        leaves = set(_leaves(type_))
         if type_ == "JSON":
             self.warnings.append(f"input column `{name}` has values of different types; it is read as text")
             return "TEXT"
-        if type_ not in ("DOUBLE", "UBIGINT", "BIGINT", "HUGEINT"):
-            return type_
-        digits = 16 if type_ == "DOUBLE" else 19
-        for path, found in zip(self._paths, self._found, strict=True):
-            query = (
-                f"SELECT 1 FROM {self._lines(path, found)} WHERE regexp_full_match("
-                f"json_extract_string(json, {sql_text(_path(name))}), '-?[0-9]{{{digits},}}') LIMIT 1"
+        if "JSON" in leaves:
+            self.warnings.append(
+                f"input column `{name}` has values of different types inside; those are read as JSON text"
             )
+        if not _has_plain_keys(type_):
+            self.warnings.append(
+                f"input column `{name}` has objects whose keys are empty or differ in case alone; it is read "
+                "as text"
+            )
+            return "TEXT"
+        if leaves & _NUMBERS and self._loses_digits(connection, name, 16 if "DOUBLE" in leaves else 19):
+            self.warnings.append(
+                f"input column `{name}` has numbers of more than 15 digits (or beyond 10^308); it is read as "
+                "text"
+            )
+            return "TEXT"
+        return type_
+
+    def _loses_digits(self, connection: duckdb.DuckDBPyConnection, name: str, digits: int) -> bool:
+        """Whether some number in the column has so many digits, or is too big for a double.
+
+        Numbers inside objects and lists are found by what stands before them; where the like stands in a
+        text inside, the answer may be yes in vain.
+        """
+        exponent = "[eE][+]?0*(30[89]|3[1-9][0-9]|[4-9][0-9]{2}|[0-9]{4,})"
+        number = sql_text(f"(^|[:\\[,])-?([0-9]{{{digits},}}|[0-9.]+{exponent})")
+        for path, found in zip(self._paths, self._found, strict=True):
+            value = f"json_extract(json, {sql_text(_path(name))})::VARCHAR"
+            where = f"regexp_matches({value}, {number})"
+            query = f"SELECT 1 FROM {self._lines(path, found)} WHERE {where} LIMIT 1"
             if connection.execute(query).fetchall():
-                self.warnings.append(
-                    f"input column `{name}` has numbers of more than 15 digits; it is read as text"
-                )
-                return "TEXT"
-        return "DOUBLE" if type_ == "DOUBLE" else "BIGINT"
+                return True
+        return False
 
     def _select(self, columns: Sequence[str]) -> str:
         parts = []
@@ -335,8 +384,10 @@ class JsonlReader(_Files):
             if type_ in ("TEXT", "VARCHAR"):
                 value = f"json_extract_string(json, {path})"
             else:
+                # Not the strict form, which wants every key in every object. Nothing is lost by that: the
+                # structure holds all values, and columns whose numbers do not fit are text.
                 structure = sql_text(json.dumps(_storable(type_)))
-                value = f"from_json_strict(json_extract(json, {path}), {structure})"
+                value = f"from_json(json_extract(json, {path}), {structure})"
             parts.append(f"{value} AS {sql_name(name)}")
         return ", ".join(parts)
 
@@ -358,20 +409,27 @@ class JsonlReader(_Files):
         try:
             yield
         except duckdb.Error as error:
-            self._name_bad_line(found, path, error)
+            # DuckDB's own line numbers are not exact.
+            problem = _bad_line(path, found.compression)
+            problem = problem or f" cannot be read as JSON lines: {_first_line(error)}"
+            raise InputError(f"{found.identity.uri}{problem}") from error
 
-    def _name_bad_line(self, found: FoundFile, path: Path, error: duckdb.Error | None) -> None:
-        """Raise `InputError` for the first bad line; DuckDB's own line numbers are not exact."""
-        uri = found.identity.uri
-        if found.compression != "zstd":
-            with _open_text(path, found.compression) as lines:
-                for number, line in enumerate(lines, 1):
-                    problem = _line_problem(line)
-                    if problem:
-                        raise InputError(
-                            f"{uri}, line {number}: {problem}; correct or remove the line"
-                        ) from error
-        raise InputError(f"{uri} cannot be read as JSON lines: {_first_line(error)}") from error
+
+def _bad_line(path: Path, compression: str | None) -> str | None:
+    """The first bad line's number and what is wrong with it, or what is wrong with the file; or none."""
+    number = 0
+    try:
+        with _open_text(path, compression) as lines:
+            while line := lines.readline(MAX_LINE_BYTES + 1):
+                number += 1
+                if number == 1:
+                    line = line.removeprefix(codecs.BOM_UTF8)
+                problem = _line_problem(line)
+                if problem:
+                    return f", line {number}: {problem}; correct or remove the line"
+    except (*UNREADABLE, EOFError, zlib.error) as error:
+        return f" cannot be decompressed after line {number}: {_first_line(error)}; write it anew"
+    return None
 
 
 def _line_problem(line: bytes) -> str | None:
@@ -381,17 +439,50 @@ def _line_problem(line: bytes) -> str | None:
         return f"longer than {MAX_LINE_BYTES} bytes"
     try:
         value = json.loads(line.decode("utf-8"))
+    except RecursionError:
+        return f"nested deeper than {MAX_NESTING} levels"
     except UnicodeDecodeError as error:
         return f"not UTF-8 at byte {error.start + 1}"
     except ValueError as error:
         return f"not JSON: {error}"
     if not isinstance(value, dict):
         return f"not a JSON object but {type(value).__name__}"
+    if _depth(value) > MAX_NESTING:
+        return f"nested deeper than {MAX_NESTING} levels"
     try:
         json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError:
         return "holds half of a surrogate pair (such as \\ud800), which is no character"
     return None
+
+
+def _depth(value: Any) -> int:
+    """How deep objects and lists stand in one another."""
+    depth, level = 0, [value]
+    while level := [v for v in level if isinstance(v, (dict, list))]:
+        depth += 1
+        level = [inner for v in level for inner in (v.values() if isinstance(v, dict) else v)]
+    return depth
+
+
+def _leaves(structure: Any) -> Iterator[str]:
+    """Names of the plain types in a structure."""
+    if isinstance(structure, (dict, list)):
+        for inner in structure.values() if isinstance(structure, dict) else structure:
+            yield from _leaves(inner)
+    else:
+        yield structure
+
+
+def _has_plain_keys(structure: Any) -> bool:
+    """Whether the keys of all objects inside can be a struct's fields: DuckDB ignores their case."""
+    if isinstance(structure, list):
+        return _has_plain_keys(structure[0])
+    if not isinstance(structure, dict):
+        return True
+    plain = all(key and "\0" not in key for key in structure)
+    alike = len({key.lower() for key in structure}) < len(structure)
+    return plain and not alike and all(map(_has_plain_keys, structure.values()))
 
 
 def _merge(one: Any, other: Any) -> Any:
@@ -407,8 +498,7 @@ def _merge(one: Any, other: Any) -> Any:
         }
     if isinstance(one, list) and isinstance(other, list):
         return [_merge(one[0], other[0])]
-    numbers = {"UBIGINT", "BIGINT", "HUGEINT", "DOUBLE"}
-    if isinstance(one, str) and isinstance(other, str) and {one, other} <= numbers:
+    if isinstance(one, str) and isinstance(other, str) and {one, other} <= _NUMBERS:
         return "DOUBLE" if "DOUBLE" in (one, other) else "BIGINT"
     return "JSON"
 
@@ -419,7 +509,9 @@ def _storable(structure: Any) -> Any:
         return {k: _storable(v) for k, v in structure.items()} or "JSON"
     if isinstance(structure, list):
         return [_storable(structure[0])]
-    return {"UBIGINT": "BIGINT", "NULL": "VARCHAR", "TEXT": "VARCHAR"}.get(structure, structure)
+    return {"UBIGINT": "BIGINT", "HUGEINT": "BIGINT", "NULL": "VARCHAR", "TEXT": "VARCHAR"}.get(
+        structure, structure
+    )
 
 
 def _path(name: str) -> str:
@@ -441,7 +533,11 @@ def _local_copy(found: FoundFile, scratch: Path) -> Path:
 
 
 def _open_text(path: Path, compression: str | None) -> IO[bytes]:
-    return gzip.open(path, "rb") if compression == "gzip" else path.open("rb")  # type: ignore[return-value]
+    if compression == "gzip":
+        return gzip.open(path, "rb")  # type: ignore[return-value]
+    if compression == "zstd":
+        return io.BufferedReader(pa.input_stream(str(path), compression="zstd"))
+    return path.open("rb")
 
 
 def _head(found: FoundFile) -> str:
@@ -450,7 +546,7 @@ def _head(found: FoundFile) -> str:
     try:
         with filesystem.open_input_stream(f"{root}/{found.key}", compression=found.compression) as stream:
             head = stream.read(64 * 1024)
-    except (OSError, pa.ArrowInvalid) as error:
+    except UNREADABLE as error:
         raise InputError(f"{found.identity.uri} cannot be read as CSV: {_first_line(error)}") from error
     line = io.BytesIO(head).readline().decode("utf-8", "replace").strip("\r\n")
     if not line.strip():

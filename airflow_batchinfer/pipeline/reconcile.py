@@ -17,7 +17,6 @@ from datetime import UTC, datetime
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from pyroaring import BitMap64
 
 from airflow_batchinfer.errors import CorruptError, IncompleteRunError
@@ -27,6 +26,7 @@ from airflow_batchinfer.run.integrity import commit_problems
 from airflow_batchinfer.run.layout import RunLayout
 from airflow_batchinfer.run.ledger import Ledger, LedgerShard
 from airflow_batchinfer.run.outcome import Outcome
+from airflow_batchinfer.run.parquet import open_parquet
 from airflow_batchinfer.run.plan import Plan, PlannedShard
 from airflow_batchinfer.run.progress import latest_progress
 from airflow_batchinfer.run.shard import COPIES, ROW_ID
@@ -242,11 +242,8 @@ def _keep_if_equal(store: Store, layout: RunLayout, ledger: Ledger) -> Ledger:
 
 
 def _read(store: Store, key: str, columns: list[str]) -> pa.Table:
-    filesystem, root = store.filesystem()
-    try:
-        return pq.read_table(f"{root}/{key}", filesystem=filesystem, columns=columns, use_threads=False)
-    except (OSError, pa.ArrowInvalid) as error:
-        raise CorruptError(f"{store.uri_of(key)} cannot be read: {error}") from error
+    with open_parquet(store, key) as file:
+        return file.read(columns, use_threads=False)
 
 
 def _bitmap(ids: pa.ChunkedArray) -> BitMap64:

@@ -70,6 +70,7 @@ PART_SCHEMA = pa.schema(
 )
 """Schema of a part. `output` is the answer as text (JSON text for `json`), or the last raw output of a
 row that did not succeed. Tokens are summed over all attempts at the row: they are what was paid.
-Its Parquet metadata holds `batchinfer.fingerprint`, `batchinfer.epoch` and `batchinfer.shard`."""
+Its Parquet metadata holds `batchinfer.fingerprint`, `batchinfer.epoch`, `batchinfer.shard`,
+`batchinfer.rows_sha256` and `batchinfer.rows`, the number of its rows."""
 
 PART_METADATA_PREFIX = "batchinfer."

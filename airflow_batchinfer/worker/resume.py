@@ -22,6 +22,9 @@ from airflow_batchinfer.store import Store
 
 log = logging.getLogger(__name__)
 
+ROWS_METADATA = f"{PART_METADATA_PREFIX}rows"
+"""How many rows a part's writer put into it: no checksum covers Parquet's own counts."""
+
 _TOKENS = ("prompt_tokens", "output_tokens", "cached_tokens")
 
 
@@ -104,6 +107,10 @@ def _checked(data: bytes, expected: dict[str, str]) -> pa.Table | None:
         raise ValueError("its columns are not those of a part")
     table.validate(full=True)
     rows = table.column(ROW_ID)
+    if metadata.get(ROWS_METADATA.encode(), str(len(rows)).encode()) != str(len(rows)).encode():
+        raise ValueError("it does not hold as many rows as its writer put into it")
+    if len(rows) and (pc.min(rows).as_py() or 0) < 0:
+        raise ValueError("a row id is negative")
     if rows.null_count or pc.count_distinct(rows).as_py() != len(rows):
         raise ValueError("a row stands in it twice")
     _by_reason(table)

@@ -1,0 +1,47 @@
+"""Parquet objects of a run: opened with page checksums verified, and one clear error for what is damaged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from airflow_batchinfer.errors import CorruptError
+from airflow_batchinfer.store import Store
+
+WRITE_OPTIONS: dict[str, Any] = {"compression": "zstd", "write_page_checksum": True}
+"""For `pyarrow.parquet` when it writes what `open_parquet` reads: without checksums, a flipped byte may go
+unnoticed."""
+
+UNREADABLE = (OSError, pa.ArrowException, UnicodeDecodeError)
+"""What Arrow raises on bytes that are not what they should be; names of columns may be no UTF-8."""
+
+
+@contextmanager
+def open_parquet(store: Store, key: str, remedy: str = "") -> Iterator[pq.ParquetFile]:
+    """A Parquet object of the store, read without holding more of it than a row group's column pages.
+
+    Args:
+        store: where.
+        key: of the object.
+        remedy: what to do if it is damaged, put at the message's end.
+
+    Raises:
+        CorruptError: it is missing or damaged, naming it; also where that shows only in the `with` block.
+    """
+    filesystem, root = store.filesystem()
+    try:
+        with pq.ParquetFile(
+            f"{root}/{key}",
+            filesystem=filesystem,
+            pre_buffer=False,
+            buffer_size=1 << 20,
+            page_checksum_verification=True,
+        ) as file:
+            yield file
+    except UNREADABLE as error:
+        hint = f": {remedy}" if remedy else ""
+        raise CorruptError(f"{store.uri_of(key)} cannot be read: {error}{hint}") from error

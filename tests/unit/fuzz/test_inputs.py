@@ -1,0 +1,192 @@
+"""Input files of any content: the rows that plain Python reads, or an error that names the file."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import math
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from airflow_batchinfer.errors import InputError
+from airflow_batchinfer.pipeline.readers import open_input
+from airflow_batchinfer.spec import InputSpec
+from tests.unit.fuzz.damage import NASTY, damaged, fuzzed
+
+pytestmark = pytest.mark.airflow_env
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=6)
+NAME = st.one_of(st.sampled_from(["a", "A", "b", 'x"y', "p.q", "$", "*", "e\\f", "[0]"]), TEXT.filter(bool))
+SCALAR = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**70), 2**70),
+    st.integers(-5, 5),
+    st.floats(),
+    st.sampled_from([2**53 + 1, 2**63 - 1, -(2**63), 2**64, 10**20, 0.1, -0.0, 5e-324, 1.7e308]),
+    st.sampled_from(["2020-01-01", "1", "true", "NaN", "null", "{}", "[1]", "\0", "\u2028"]),
+    TEXT,
+)
+VALUE = st.recursive(
+    SCALAR,
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(NAME | TEXT, inner, max_size=3)),
+    max_leaves=6,
+)
+ROWS = [
+    {"id": f"k{i}", "text": f'é "{i}", 😀', "n": i, "o": {"a": [i, None]}, "m": i if i % 2 else "s"}
+    for i in range(8)
+]
+
+
+def read(path: Path) -> list[dict[str, Any]] | None:
+    """All rows with all columns; none if the file is refused by name. Nothing else may come out."""
+    try:
+        reader = open_input(InputSpec(path=str(path)), path.parent)
+        batches = list(reader.batches(reader.schema.names))
+    except InputError as error:
+        message = str(error)
+    else:
+        table = pa.Table.from_batches(batches, schema=reader.schema)
+        table.validate(full=True)
+        rows: list[dict[str, Any]] = table.to_pylist()
+        return rows
+    assert str(path) in message
+    return None
+
+
+def same(found: Any, written: Any) -> bool:
+    """Whether a value was read for what it is: as itself, or as its JSON text."""
+    if not isinstance(found, str) or found == written:
+        return _equal(found, written)
+    try:
+        return _equal(json.loads(found), written)
+    except ValueError:
+        return False
+
+
+def _equal(found: Any, written: Any) -> bool:
+    """Equal but for keys that only other rows' objects have, which are null."""
+    match found, written:
+        case ((bool() | None | str()), _):
+            return type(found) is type(written) and bool(found == written)
+        case ((int() | float()), (int() | float())) if not isinstance(written, bool):
+            return found == written or (math.isnan(found) and math.isnan(written))
+        case list(), list():
+            return len(found) == len(written) and all(map(same, found, written))
+        case dict(), dict():
+            extra = [found[key] for key in found.keys() - written.keys()]
+            return not any(v is not None for v in extra) and all(
+                same(found.get(key), value) for key, value in written.items()
+            )
+    return False
+
+
+@fuzzed(30)
+@given(
+    rows=st.lists(st.dictionaries(NAME, VALUE, min_size=1, max_size=3), min_size=1, max_size=6),
+    end=st.sampled_from(["\n", "\r\n", "\n\n"]),
+    start=st.sampled_from(["", "\ufeff"]),
+    ascii_only=st.booleans(),
+)
+@example(rows=[{"o": {"a": 1}}, {"o": {"b": 2}}], end="\n", start="", ascii_only=True)
+@example(rows=[{"o": {"a": 1, "A": 2}}, {"o": {"": 3}}], end="\n", start="", ascii_only=True)
+@example(rows=[{"o": [2**64 - 1]}, {"o": [10**25, -0.5]}], end="\r\n", start="\ufeff", ascii_only=True)
+@example(rows=[{"o": {"a": "x"}}, {"o": {"a": 1}}, {"o": {}}], end="\n\n", start="", ascii_only=False)
+def test_json_lines_are_read_as_python_reads_them(
+    rows: list[dict[str, Any]], end: str, start: str, ascii_only: bool
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "a.jsonl")
+        text = start + "".join(json.dumps(row, ensure_ascii=ascii_only) + end for row in rows)
+        path.write_text(text, encoding="utf-8", newline="")
+        found = read(path)
+    assert found is not None
+    assert len(found) == len(rows)
+    for row, written in zip(found, rows, strict=True):
+        assert all(same(row.get(name), value) for name, value in written.items() if "\0" not in name)
+        assert all(row[name] is None for name in row.keys() - written.keys())
+
+
+@fuzzed(30)
+@given(
+    names=st.lists(NAME.map(lambda n: f"c{n}"), min_size=2, max_size=4, unique_by=lambda n: n.strip()),
+    cells=st.lists(st.lists(TEXT, min_size=4, max_size=4), min_size=1, max_size=5),
+    end=st.sampled_from(["\n", "\r\n"]),
+    start=st.sampled_from(["", "\ufeff"]),
+)
+def test_csv_is_read_as_python_reads_it(
+    names: list[str], cells: list[list[str]], end: str, start: str
+) -> None:
+    lines = [names, *(line[: len(names)] for line in cells)]
+    text = io.StringIO()
+    csv.writer(text, quoting=csv.QUOTE_ALL, lineterminator=end).writerows(lines)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "a.tsv" if any(c in "".join(names) for c in ";|\t") else "a.csv")
+        content = text.getvalue().replace('","', '"\t"') if path.suffix == ".tsv" else text.getvalue()
+        path.write_text(start + content, encoding="utf-8", newline="")
+        found = read(path)
+    if path.suffix == ".tsv" and '","' in "".join(map("".join, lines)):
+        return  # our own replacement above spoilt a cell
+    assert found == [dict(zip(names, line, strict=True)) for line in lines[1:]]
+
+
+def _json_lines() -> bytes:
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS).encode()
+
+
+def _zstd(data: bytes) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(sink, "zstd") as stream:
+        stream.write(data)
+    return bytes(sink.getvalue())
+
+
+def _parquet() -> bytes:
+    sink = pa.BufferOutputStream()
+    columns = [{name: value for name, value in row.items() if name != "m"} for row in ROWS]
+    pq.write_table(pa.Table.from_pylist(columns), sink)
+    return bytes(sink.getvalue())
+
+
+_CSV = "".join(f'k{i},"é ""{i}""",{i}\r\n' for i in range(8)).encode()
+FILES = {
+    "a.jsonl": _json_lines(),
+    "a.jsonl.gz": gzip.compress(_json_lines()),
+    "a.jsonl.zst": _zstd(_json_lines()),
+    "a.csv": b"id,text,n\r\n" + _CSV,
+    "a.csv.gz": gzip.compress(b"id;text;n\n" + _CSV.replace(b",", b";")),
+    "a.parquet": _parquet(),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+@fuzzed(20)
+@given(data=st.data())
+def test_a_damaged_file_is_read_or_refused_by_name(name: str, data: st.DataObject) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, name)
+        path.write_bytes(data.draw(damaged(FILES[name])))
+        read(path)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv"])
+@pytest.mark.parametrize("piece", NASTY, ids=lambda piece: repr(piece[:12]))
+def test_no_piece_upsets_a_reader(tmp_path: Path, name: str, piece: bytes) -> None:
+    path = tmp_path / name
+    for data in (
+        piece,
+        b'{"t":"a"}\n' + piece + b"\n",
+        b'{"t":' + piece + b"}\n",
+        b't,u\n"' + piece + b'",1\n',
+    ):
+        path.write_bytes(data)
+        read(path)
