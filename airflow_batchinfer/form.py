@@ -15,7 +15,8 @@ from pydantic import BaseModel
 from airflow_batchinfer.errors import SpecError
 from airflow_batchinfer.operators.job import configured_store
 from airflow_batchinfer.spec import ChoiceTask, JobSpec, JsonTask, RegexTask
-from airflow_batchinfer.spec_files import build_spec, read_mapping
+from airflow_batchinfer.spec_files import build_spec
+from airflow_batchinfer.yaml_text import parse_yaml, read_fields
 
 ADVANCED = "advanced"
 """Name of the param that takes any other field of the spec, as YAML."""
@@ -136,7 +137,7 @@ def form_params(defaults: str | Path) -> dict[str, Param]:
         SpecError: the file is not a valid spec.
     """
     file = Path(defaults).resolve()
-    given = read_mapping(file)
+    given = read_fields(file)
     complete = JobSpec.parse({"store": "default", **given}).dump() | {"store": None}
     rest = deepcopy(given)
     params = {}
@@ -198,9 +199,9 @@ def _section(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 def _advanced(text: str | None) -> dict[str, Any]:
     try:
-        data = yaml.safe_load(text or "")
-    except yaml.YAMLError as error:
-        raise SpecError(f"{ADVANCED}: cannot be read as YAML: {error}") from error
+        data = parse_yaml(text or "")
+    except SpecError as error:
+        raise SpecError(f"{ADVANCED}: {error}") from error
     if data is None:
         return {}
     if not isinstance(data, dict):

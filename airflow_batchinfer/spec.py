@@ -10,7 +10,7 @@ import difflib
 import json
 import re
 from collections.abc import Mapping
-from pathlib import Path
+from functools import cache
 from typing import Annotated, Any, Literal, Self
 
 import jinja2
@@ -24,6 +24,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic_core import PydanticSerializationError, to_jsonable_python
 
 from airflow_batchinfer.errors import SpecError
 from airflow_batchinfer.store.options import S3Options
@@ -31,7 +32,8 @@ from airflow_batchinfer.store.options import S3Options
 MAX_MAPPED_TASKS = 1024
 """Airflow's default `[core] max_map_length`: a longer list fails the task that returns it."""
 
-_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_TAKEN_NAMES = frozenset({"dead_letters"})  # see `run.layout`: it stands beside the jobs' folders
 RESERVED_OUTPUT_COLUMNS = frozenset(
     {
         "row_id",
@@ -70,8 +72,22 @@ StorageOptions = Annotated[dict[str, str], AfterValidator(_storage_options)]
 """Settings of an S3 store. A credential among them is refused: plans and rendered templates show them."""
 
 
+def _json_value(value: Any) -> Any:
+    """The value as it comes back from the plan, which is JSON."""
+    try:
+        text = json.dumps(to_jsonable_python(value), allow_nan=False, ensure_ascii=False)
+        text.encode()
+        return json.loads(text)
+    except (ValueError, TypeError, RecursionError, PydanticSerializationError) as error:
+        raise ValueError(f"is no JSON: {error}") from error
+
+
+JsonFields = Annotated[dict[str, Any], AfterValidator(_json_value)]
+"""Fields of somebody else's: whatever JSON can hold, since the plan is JSON."""
+
+
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", validate_default=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", validate_default=True, frozen=True, allow_inf_nan=False)
 
 
 class InputSpec(_Strict):
@@ -188,7 +204,7 @@ class ModelSpec(_Strict):
             "or `package.module:Class` of your own engine."
         ),
     )
-    engine: dict[str, Any] = Field(
+    engine: JsonFields = Field(
         default_factory=dict,
         description="Engine arguments by vLLM's own names, for instance `max_model_len: 4096`.",
     )
@@ -246,7 +262,7 @@ class JsonTask(_Strict):
     """An object that fits a JSON Schema, enforced while decoding."""
 
     type: Literal["json"] = Field(description="An object that fits `schema`.")
-    json_schema: dict[str, Any] = Field(alias="schema", description="JSON Schema of the answer.")
+    json_schema: JsonFields = Field(alias="schema", description="JSON Schema of the answer.")
     compact: bool = Field(
         True,
         description=(
@@ -400,7 +416,7 @@ class ValidationSpec(_Strict):
     """Great Expectations checks on the outputs; those that follow from the task come by themselves."""
 
     enabled: bool = Field(True, description="Run the checks.")
-    expectations: list[dict[str, Any]] = Field(
+    expectations: list[JsonFields] = Field(
         default_factory=list,
         description=(
             "Great Expectations, each `{type: expect_..., kwargs: {...}}` over the results' columns; with "
@@ -628,11 +644,21 @@ class JobSpec(_Strict):
         ),
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _can_be_stored(cls, data: Any) -> Any:
+        problem = _unstorable(data)
+        if problem:
+            raise ValueError(problem)
+        return data
+
     @field_validator("name")
     @classmethod
     def _path_safe(cls, value: str) -> str:
-        if not _NAME.match(value):
+        if not _NAME.fullmatch(value):
             raise ValueError("use letters, digits, `.`, `_` and `-`, and start with a letter or digit")
+        if value.lower() in _TAKEN_NAMES:
+            raise ValueError(f"`{value}` is the name of a table's folder in the store")
         return value
 
     @model_validator(mode="after")
@@ -686,24 +712,6 @@ class JobSpec(_Strict):
         except ValidationError as error:
             raise SpecError(_explain(error)) from error
 
-    @classmethod
-    def load(cls, path: str | Path) -> Self:
-        """Read a spec from a YAML or JSON file. Relative `input.path` and `store` stay as they are.
-
-        Raises:
-            SpecError: if the file cannot be read, is not a mapping, or is not a valid spec.
-        """
-        try:
-            data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise SpecError(f"{path}: cannot be read as YAML: {error}") from error
-        if not isinstance(data, dict):
-            raise SpecError(f"{path}: a job spec is a mapping of fields, not {type(data).__name__}")
-        try:
-            return cls.parse(data)
-        except SpecError as error:
-            raise SpecError(f"{path}: {error}") from error
-
     def dump(self) -> dict[str, Any]:
         """The spec as JSON values, complete with defaults; `parse(dump())` gives it back."""
         data: dict[str, Any] = self.model_dump(mode="json", by_alias=True)
@@ -727,6 +735,25 @@ _LINE_BREAKS = frozenset("\x85\u2028\u2029")
 _Dumper.add_representer(str, _Dumper.represent_text)
 
 
+def _unstorable(value: Any, path: str = "") -> str | None:
+    """What no plan, path or column can hold, and where it stands; none if all is well."""
+    where = f"`{path}` holds " if path else "a name holds "
+    match value:
+        case str():
+            if "\0" in value:
+                return f"{where}the character NUL"
+            if any("\ud800" <= c <= "\udfff" for c in value):
+                return f"{where}half of a surrogate pair (such as \\ud800), which is no character"
+        case int() if not -(2**63) <= value < 2**63:
+            return f"{where}a number beyond 64 bits"
+        case Mapping():
+            inner = [(name, f"{path}.{name}".lstrip(".")) for name in value]
+            return next(filter(None, (_unstorable(n) or _unstorable(value[n], at) for n, at in inner)), None)
+        case list() | tuple():
+            return next(filter(None, (_unstorable(v, f"{path}.{i}") for i, v in enumerate(value))), None)
+    return None
+
+
 def _explain(error: ValidationError) -> str:
     """One line per fault, with a suggestion for a mistyped field name."""
     lines = []
@@ -739,17 +766,26 @@ def _explain(error: ValidationError) -> str:
             hint = f"; did you mean `{close[0]}`?" if close else ""
             message = f"unknown field{hint}" + (f" (allowed: {', '.join(allowed)})" if allowed else "")
         elif fault["type"] != "value_error" and not isinstance(fault["input"], (dict, list)):
-            message = f"{message} (got {json.dumps(fault['input'], default=str)})"
+            message = f"{message} (got {_shown(fault['input'])})"
         lines.append(f"{path}: {message}")
     return "\n".join(lines)
 
 
+def _shown(value: Any) -> str:
+    try:
+        text = json.dumps(value, default=str)
+    except ValueError:  # an integer of thousands of digits
+        return f"a huge {type(value).__name__}"
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
+
+
+_SHOWN_CHARACTERS = 200
 _UNION_TAGS = frozenset({"generate", "choice", "json", "regex", "embed"})
 
 
 def _allowed_fields(loc: tuple[int | str, ...]) -> list[str]:
     """Field names of the model at `loc` in a `JobSpec`; empty where that is no model."""
-    schema = JobSpec.model_json_schema()
+    schema = _schema()
     node: dict[str, Any] = schema
     for step in loc:
         node = _resolve(schema, node)
@@ -760,6 +796,11 @@ def _allowed_fields(loc: tuple[int | str, ...]) -> list[str]:
         else:
             node = node.get("properties", {}).get(step, {})
     return sorted(_resolve(schema, node).get("properties", {}))
+
+
+@cache
+def _schema() -> dict[str, Any]:
+    return JobSpec.model_json_schema()
 
 
 def _resolve(schema: dict[str, Any], node: dict[str, Any]) -> dict[str, Any]:

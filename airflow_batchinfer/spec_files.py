@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from airflow_batchinfer.errors import SpecError
 from airflow_batchinfer.spec import JobSpec, ModelSpec
+from airflow_batchinfer.yaml_text import read_fields
 
 
 def load_spec(path: str | Path, default_store: str | None = None) -> JobSpec:
@@ -23,20 +22,9 @@ def load_spec(path: str | Path, default_store: str | None = None) -> JobSpec:
     """
     file = Path(path).resolve()
     try:
-        return build_spec(read_mapping(file), file.parent, default_store)
+        return build_spec(read_fields(file), file.parent, default_store)
     except SpecError as error:
         raise SpecError(f"{path}: {error}") from error
-
-
-def read_mapping(file: Path) -> dict[str, Any]:
-    """The fields of a YAML or JSON file. Raises `SpecError` if it holds none."""
-    try:
-        data = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise SpecError(f"cannot be read as YAML: {error}") from error
-    if not isinstance(data, dict):
-        raise SpecError(f"a job spec is a mapping of fields, not {type(data).__name__}")
-    return data
 
 
 def build_spec(data: Mapping[str, Any], folder: Path, default_store: str | None = None) -> JobSpec:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import yaml
 from airflow.sdk import Param
 
 from airflow_batchinfer.errors import SpecError
@@ -15,6 +14,7 @@ from airflow_batchinfer.operators.job import configured_store
 from airflow_batchinfer.operators.split import check_conf
 from airflow_batchinfer.run.outcome import Reason
 from airflow_batchinfer.store import open_store
+from airflow_batchinfer.yaml_text import parse_yaml
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
@@ -176,9 +176,9 @@ def overrides_of(params: Mapping[str, Any]) -> dict[str, Any]:
         if params.get(name) not in (None, "", {}):
             fields.setdefault(section, {})[field] = params[name]
     try:
-        more = yaml.safe_load(params.get("overrides") or "")
-    except yaml.YAMLError as error:
-        raise SpecError(f"overrides: cannot be read as YAML: {error}") from error
+        more = parse_yaml(params.get("overrides") or "")
+    except SpecError as error:
+        raise SpecError(f"overrides: {error}") from error
     if more is None:
         return fields
     if not isinstance(more, dict):

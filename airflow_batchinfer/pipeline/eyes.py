@@ -132,6 +132,7 @@ def _plain(cell: str) -> str:
 
 
 def _marks(lines: list[dict[str, str]]) -> Iterator[tuple[int, bool | None]]:
+    seen: set[int] = set()
     for number, line in enumerate(lines, start=2):
         mark = (line["correct"] or "").strip().lower()
         if mark and mark not in _YES | _NO:
@@ -142,4 +143,7 @@ def _marks(lines: list[dict[str, str]]) -> Iterator[tuple[int, bool | None]]:
             row_id = int(line["row_id"])
         except (TypeError, ValueError) as error:
             raise InputError(f"review sheet, record {number}: `row_id` is {line['row_id']!r}") from error
+        if row_id in seen:
+            raise InputError(f"review sheet, record {number}: row_id {row_id} stands twice; keep one")
+        seen.add(row_id)
         yield row_id, (mark in _YES) if mark else None

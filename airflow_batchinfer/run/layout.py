@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
+
+_LONGEST_NAME = 200
 
 DEAD_LETTERS = "dead_letters"
 """Folder of the dead-letter table, all jobs."""
 
 
 def safe_run_id(run_id: str) -> str:
-    """Airflow's run id as a folder name: what is not a letter, digit, `.`, `_` or `-` becomes `-`."""
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", run_id).strip("-") or "run"
+    """Airflow's run id as a folder name: what is not a letter, digit, `.`, `_` or `-` becomes `-`.
+
+    No name is `.` or `..`, and none is longer than file systems take: a hash stands for the rest of it.
+    """
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", run_id).strip("-")
+    if len(name) > _LONGEST_NAME:
+        name = f"{name[:_LONGEST_NAME]}-{hashlib.sha256(run_id.encode('utf-8', 'replace')).hexdigest()[:8]}"
+    return name if name.strip(".") else f"run{name}"
 
 
 def results_table(job: str) -> str:

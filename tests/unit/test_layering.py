@@ -20,11 +20,12 @@ BELOW = {
     "prompts": {"errors", "spec", "store", "run"},
     "pipeline": {"errors", "spec", "store", "run", "prompts"},
     "worker": {"errors", "spec", "store", "run", "prompts"},
-    "operators": {"errors", "spec", "spec_files", "store", "run", "prompts", "pipeline"},
+    "yaml_text": {"errors"},
+    "operators": {"errors", "spec", "spec_files", "yaml_text", "store", "run", "prompts", "pipeline"},
 }
 """What each layer may import of the package, itself apart."""
 
-NO_AIRFLOW = ("spec", "errors", "store", "run", "prompts", "pipeline", "worker", "cli")
+NO_AIRFLOW = ("spec", "yaml_text", "errors", "store", "run", "prompts", "pipeline", "worker", "cli")
 HEAVY = {"airflow", "duckdb", "deltalake", "pandas", "great_expectations"}
 """What the worker's environment does not have."""
 
@@ -71,7 +72,7 @@ def test_only_operators_know_airflow_and_only_the_worker_knows_vllm() -> None:
             assert "airflow" not in roots, path
         if layer != "worker":
             assert not roots & {"vllm", "torch"}, path
-        if layer in ("spec", "errors", "store", "run", "prompts", "worker"):
+        if layer in ("spec", "yaml_text", "errors", "store", "run", "prompts", "worker"):
             assert not roots & HEAVY, path
 
 

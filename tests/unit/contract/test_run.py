@@ -107,12 +107,13 @@ def test_epochs_are_unique_and_sort_by_time() -> None:
 
 
 @pytest.mark.parametrize(
-    "run_id", ["manual__2026-11-29T17:00:00+00:00", "../../etc", "a/b", "", "名前", "x" * 300]
+    "run_id", ["manual__2026-11-29T17:00:00+00:00", "../../etc", "a/b", "", "..", ".", "名前", "x" * 300]
 )
 def test_a_run_id_of_any_kind_is_one_folder_name(run_id: str) -> None:
     safe = safe_run_id(run_id)
     assert safe
     assert "/" not in safe
+    assert len(safe) <= 250
     assert run_dir("job", run_id).startswith("job/runs/")
     assert ".." not in Path(run_dir("job", run_id)).parts
 
