@@ -129,4 +129,4 @@ def test_line_breaks_survive_yaml(tmp_path: Path, line_break: str) -> None:
     spec = JobSpec.parse(LEAST | {"prompt": {"template": f"a{line_break} b {{{{ text }}}}"}})
     path = tmp_path / "job.yaml"
     path.write_text(spec.to_yaml(), encoding="utf-8")
-    assert JobSpec.load(path) == spec
+    assert JobSpec.parse(read_fields(path)) == spec
