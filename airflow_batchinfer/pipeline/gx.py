@@ -152,7 +152,7 @@ def render_sections(suite: str, run_id: str, time: str, results: Sequence[Mappin
         meta={
             "run_id": {"run_name": run_id, "run_time": time},
             "great_expectations_version": great_expectations.__version__,
-            "active_batch_definition": {"data_asset_name": "results"},
+            "batch_kwargs": {"data_asset_name": "results"},
         },
     )
     page: dict[str, Any] = ValidationResultsPageRenderer().render(validated).to_json_dict()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from airflow_batchinfer.cli import main
 from airflow_batchinfer.errors import CorruptError, GateError, SpecError, StaleLedgerError
 from airflow_batchinfer.pipeline.accounting import account_of
 from airflow_batchinfer.pipeline.expectations import check_expectations
@@ -129,6 +130,13 @@ def test_again_changes_nothing(root: Path, store: Store) -> None:
     merge(store, plan.folder)
     assert (table_rows(store, "job/results"), table_rows(store, "dead_letters")) == tables
     assert delete_orphans(store, "job").objects == 0
+
+
+def test_the_command_line_tells_them(root: Path, store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = planned(root, store)
+    run_to_verdict(store, plan)
+    assert main(["show", "--store", str(root), plan.folder]) == 0
+    assert "quarantined  12 of the succeeded rows fail an expectation" in capsys.readouterr().out
 
 
 def test_report_and_gate_tell_the_final_counts(root: Path, store: Store) -> None:
