@@ -364,13 +364,18 @@ class RetrySpec(_Strict):
 
     invalid_attempts: int = Field(2, ge=1, description="Attempts at a row whose output is invalid, in all.")
     engine_attempts: int = Field(3, ge=1, description="Attempts at a row on transient engine errors, in all.")
-    backoff_seconds: float = Field(1.0, ge=0, description="First wait before such an attempt; doubles.")
+    backoff_seconds: float = Field(
+        1.0, ge=0, description="First wait before such an attempt, or one at a restart; doubles, up to 60 s."
+    )
     row_timeout_seconds: float = Field(600.0, gt=0, description="A row in the engine for longer is aborted.")
     stall_seconds: float = Field(
         300.0, gt=0, description="An engine that makes no token for so long while rows wait is restarted."
     )
-    startup_seconds: float = Field(1800.0, gt=0, description="Deadline of the engine's start.")
+    startup_seconds: float = Field(1800.0, gt=0, description="Deadline of each start of the engine.")
     engine_restarts: int = Field(20, ge=0, description="Engine restarts a worker may make in a shard.")
+    restart_attempts: int = Field(
+        3, ge=1, description="Attempts at one such restart, in all, each with `startup_seconds` of its own."
+    )
     reclaims: int = Field(50, ge=0, description="Re-launches after a reclaim; they use up no task retry.")
 
 

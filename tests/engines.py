@@ -8,6 +8,8 @@ Their settings are keys of `model.engine`:
 - `max_in_flight`: the window the engine asks for (256).
 - `max_model_len`: what the engine says of itself (none).
 - `start_seconds`: how long a start takes (0).
+- `starts_log`: file that gets a line at each preload and each start.
+- `failing_starts`: numbers of the starts that fail, counted in `starts_log`.
 - `answer`: literal answer instead of one made for the task.
 """
 
@@ -26,6 +28,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from airflow_batchinfer.errors import EngineError
@@ -60,7 +63,13 @@ class InstantEngine:
         self._made = 0
         self._killed = threading.Event()
 
+    def preload(self) -> None:
+        self._log("preload")
+
     def start(self) -> EngineInfo:
+        self._log("start")
+        if self._starts() in self._options.get("failing_starts", ()):
+            raise EngineError("no memory left on the device")
         if self._killed.wait(float(self._options.get("start_seconds", 0.0))):
             raise EngineError("the engine was killed while it started")
         if self._paid_log:
@@ -71,6 +80,16 @@ class InstantEngine:
             max_in_flight=int(self._options.get("max_in_flight", 256)),
             max_model_len=self._options.get("max_model_len"),
         )
+
+    def _log(self, what: str) -> None:
+        if path := self._options.get("starts_log"):
+            with open(path, "a", encoding="utf-8") as file:
+                file.write(f"{what}\n")
+
+    def _starts(self) -> int:
+        """Starts of this engine so far, in all processes that share its log."""
+        path = self._options.get("starts_log")
+        return Path(path).read_text(encoding="utf-8").split().count("start") if path else 0
 
     def submit(self, requests: Sequence[Request]) -> None:
         self._check_alive()

@@ -35,7 +35,8 @@ def leave(code: int) -> NoReturn:
     """End the process without Python's own shutdown, which may never end, or abort.
 
     A thread that is inside Arrow when the interpreter goes holds it up for ever, or is unwound through
-    C++ ("terminate called without an active exception"). All that matters is durable by now.
+    C++ ("terminate called without an active exception"). Besides, taking torch apart costs seconds in which
+    the accelerator is held. All that matters is durable by now.
     """
     logging.shutdown()
     sys.stdout.flush()

@@ -47,6 +47,7 @@ class GuardedEngine:
         self._engine: Engine = load_engine(spec)
         self.takes_tokens = self._engine.takes_tokens
         self.starts = 0
+        self._preloaded = False
         self.stalled = False
         """Whether the engine was killed because it made no progress."""
         self._lock = threading.Lock()
@@ -68,6 +69,14 @@ class GuardedEngine:
         """Seconds since the engine last made progress on anything."""
         return time.monotonic() - self._pulse
 
+    def preload(self) -> None:
+        """Let the engine begin what takes time and no accelerator; `start` or `close` follows."""
+        self._preloaded = True
+        try:
+            self._engine.preload()
+        except Exception as error:  # `start` will meet it again, and has words for it
+            log.warning("the engine cannot be preloaded: %s", error)
+
     def start(self) -> EngineInfo:
         """Start the engine, or its successor if one has run before.
 
@@ -79,6 +88,7 @@ class GuardedEngine:
             self._engine = load_engine(self._spec)
         with self._lock:
             self.starts += 1
+            self._preloaded = False
             self.stalled = False
             self._killed_at = None
             self._phase, self._since = _Phase.STARTING, time.monotonic()
@@ -142,8 +152,9 @@ class GuardedEngine:
             self._engine.close()
 
     def close(self) -> None:
-        """End the engine in good order, if one is up."""
-        if self._phase is _Phase.RUNNING:
+        """End the engine in good order, if one is up or preloaded."""
+        if self._phase is _Phase.RUNNING or self._preloaded:
+            self._preloaded = False
             self._enter(_Phase.IDLE)
             with contextlib.suppress(Exception):
                 self._engine.close()

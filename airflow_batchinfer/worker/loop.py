@@ -6,6 +6,7 @@ parts and announcements have threads of their own, and the engine has its own pr
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -123,6 +124,7 @@ class Loop:
             BatchInferError: something ended the work; every row that was already paid for is kept.
         """
         self._preparation.start()
+        self._engine.preload()
         try:
             self._start_when_needed()
             while self._open and not self._may_leave():
@@ -135,16 +137,18 @@ class Loop:
             raise self._failure
 
     def _start_when_needed(self) -> None:
-        """Start the engine once a row needs it; a shard whose rows are all durable needs none."""
+        """Start the engine once a row is known that goes into it; shards without such a row need none."""
         while not self._preparation.engine_needed.wait(_HUNGRY_SECONDS):
+            self._check_helpers()
             self._take_blocks()
+            self._checkpoint_due()
             if self._control.leaving or self._failure is not None:
                 return
         if self._preparation.rows_found:
             self._start_engine()
 
     def _start_engine(self) -> None:
-        """Start the engine or its successor. Told to leave meanwhile, it returns without one."""
+        """Start the engine. Told to leave meanwhile, it returns without one."""
         try:
             if not self._control.leaving:
                 self._info = self._engine.start()
@@ -153,11 +157,34 @@ class Loop:
             if not self._control.leaving:
                 raise
 
+    def _restart_engine(self) -> None:
+        """Start the successor of an engine that has died, `retry.restart_attempts` times if need be.
+
+        The job is known to work, so what fails a start is likely to pass: memory not yet given back, a
+        device that is being reset.
+        """
+        for attempt in itertools.count(1):
+            try:
+                return self._start_engine()
+            except EngineError as error:
+                self._engine.bury()
+                if attempt >= self._retry.restart_attempts:
+                    raise EngineError(
+                        f"{error} (attempt {attempt} of retry.restart_attempts to start it after it had died)"
+                    ) from error
+                wait = self._backoff(attempt)
+                log.warning("the engine did not start again, next attempt in %.1f s: %s", wait, error)
+            until = time.monotonic() + wait
+            while time.monotonic() < until and not self._control.leaving:
+                time.sleep(min(_IDLE_SECONDS, wait))
+
+    def _backoff(self, attempt: int) -> float:
+        """Seconds to wait after a failed attempt; the first is 1."""
+        return min(self._retry.backoff_seconds * 2.0 ** (attempt - 1), _MOST_BACKOFF_SECONDS)
+
     def _step(self) -> None:
         """One round: take in, send, collect, checkpoint."""
-        for failed in (self._writer.error, self._announcer.error):
-            if failed is not None:
-                raise failed
+        self._check_helpers()
         self._take_blocks()
         if self._control.leaving:
             self._drain()
@@ -175,6 +202,12 @@ class Loop:
         except EngineDied as error:
             self._bury(str(error))
         self._checkpoint_due()
+
+    def _check_helpers(self) -> None:
+        """Raise what a thread beside this one has met."""
+        for failed in (self._writer.error, self._announcer.error):
+            if failed is not None:
+                raise failed
 
     def _may_leave(self) -> bool:
         if self._admission.in_flight:
@@ -217,6 +250,8 @@ class Loop:
             shard.count(reason, weight)
         for result, reason, weight in block.settled:
             shard.record(result, reason, weight)
+        if len(shard.buffer) >= self._checkpoint.rows:
+            self._flush(shard)
         self._isolated.extend(row for row in block.rows if row.deaths >= DEATHS_TO_ISOLATE)
         self._admission.add(row for row in block.rows if row.deaths < DEATHS_TO_ISOLATE)
         shard.read_all |= block.last
@@ -342,7 +377,7 @@ class Loop:
         if failure.transient and piece.errors < self._retry.engine_attempts:
             delay = failure.retry_after
             if delay is None:
-                delay = min(self._retry.backoff_seconds * 2 ** (piece.errors - 1), _MOST_BACKOFF_SECONDS)
+                delay = self._backoff(piece.errors)
             self._admission.retry(piece, delay)
             return
         message = failure.message
@@ -403,7 +438,7 @@ class Loop:
                 f"the last time: {cause}"
             )
         self._restarts_left -= 1
-        self._start_engine()
+        self._restart_engine()
 
     def _investigate(self, suspects: list[Row], cause: str, stalled: bool) -> None:
         search = self._search or Search(suspects[:0])

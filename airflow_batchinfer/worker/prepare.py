@@ -181,9 +181,6 @@ class Preparation:
         return [_Frozen(i, c, values) for (i, c), values in zip(kept_rows, inputs, strict=True)]
 
     def _fill(self, block: Block, rows: list[_Frozen], deaths: EarlierDeaths) -> None:
-        if not self.rows_found:
-            self.rows_found = True
-            self.engine_needed.set()
         prepared = self._builder().build([row.input for row in rows])
         now = int(time.time() * 1000)
         for frozen, made in zip(rows, prepared, strict=True):
@@ -199,6 +196,9 @@ class Preparation:
             row.deaths = deaths.deaths[frozen.row_id]
             block.rows.append(row)
             block.tokens += made.tokens
+        if block.rows and not self.rows_found:
+            self.rows_found = True
+            self.engine_needed.set()
 
     def _hand_over(self, block: Block) -> None:
         block.rows = order(block.rows)

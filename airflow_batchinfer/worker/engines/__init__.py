@@ -43,4 +43,4 @@ def load_engine(spec: JobSpec) -> Engine:
     return engine
 
 
-_PROTOCOL = ("takes_tokens", "start", "submit", "poll", "abort", "tokens_made", "kill", "close")
+_PROTOCOL = ("takes_tokens", "preload", "start", "submit", "poll", "abort", "tokens_made", "kill", "close")

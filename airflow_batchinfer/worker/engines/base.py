@@ -81,6 +81,13 @@ class Engine(Protocol):
 
     def __init__(self, spec: JobSpec) -> None: ...
 
+    def preload(self) -> None:
+        """Begin what a start needs and no accelerator does, such as imports; never blocks, never raises.
+
+        `start` follows as soon as a row needs the engine, or `close` if none does.
+        """
+        ...
+
     def start(self) -> EngineInfo:
         """Load the model and compile what can be compiled once.
 
@@ -114,5 +121,5 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None:
-        """End the engine in good order; nothing is in flight."""
+        """End the engine in good order, started or only preloaded; nothing is in flight."""
         ...

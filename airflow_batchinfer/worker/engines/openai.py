@@ -56,6 +56,9 @@ class OpenAIEngine:
         self._tokens_made = 0
         self._running: _Loop | None = None
 
+    def preload(self) -> None:
+        """The server is up already."""
+
     def start(self) -> EngineInfo:
         key = None
         if variable := self._spec.model.api_key_env:

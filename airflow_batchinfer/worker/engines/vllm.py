@@ -26,19 +26,27 @@ class VllmEngine:
         self._spec = spec
         self._process: EngineProcess | None = None
         self._tokens_made = 0
+        self._told_to_start = False
         self._killed = False
 
-    def start(self) -> EngineInfo:
+    def preload(self) -> None:
+        """Start the host, which imports vLLM at once and touches no accelerator before it is told to."""
         environment = {}
         if self._spec.model.compile_cache:
             environment["VLLM_CACHE_ROOT"] = self._spec.model.compile_cache
-        self._killed = False
         self._process = EngineProcess("airflow_batchinfer.worker.engines.vllm_host", environment)
-        self._process.send("start", self._spec.dump())
-        if self._killed:  # between the two lines above
-            self._process.kill()
+
+    def start(self) -> EngineInfo:
+        self._killed = False
+        if self._process is None:
+            self.preload()
+        process = self._running()
+        process.send("start", self._spec.dump())
+        self._told_to_start = True
+        if self._killed:  # between the lines above
+            process.kill()
         try:
-            message = self._process.receive(timeout=None)
+            message = process.receive(timeout=None)
         except EngineDied as error:
             self.close()
             raise EngineError(f"vLLM did not start: {error}") from error
@@ -80,7 +88,7 @@ class VllmEngine:
     def close(self) -> None:
         if self._process is not None:
             self._process.send("close")
-            self._process.close(_CLOSE_SECONDS)
+            self._process.close(_CLOSE_SECONDS if self._told_to_start else 0.0)
             self._process = None
 
     def _running(self) -> EngineProcess:

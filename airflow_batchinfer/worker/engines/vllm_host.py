@@ -28,14 +28,15 @@ _REPORT_SECONDS = 0.5
 
 
 def main() -> None:
-    """Start vLLM, tell the worker, and serve it."""
+    """Import vLLM, start it when told to, tell the worker, and serve it."""
     host = Host(sys.argv[1:])
-    message = host.incoming.get()
-    if message is None:
-        return
     try:
+        # The imports take seconds and no accelerator, so they do not wait for the word to start.
         from airflow_batchinfer.worker.engines.vllm_driver import VllmDriver
 
+        message = host.incoming.get()
+        if message is None or message[0] == "close":
+            os._exit(0)
         driver = VllmDriver(JobSpec.parse(message[1]))
     except SpecError as error:
         host.send("bad_spec", str(error))

@@ -197,6 +197,39 @@ def test_an_engine_that_does_not_start(run: Run) -> None:
     assert run.progress().state == "failed"
 
 
+def test_a_restart_that_fails_is_tried_again(run: Run) -> None:
+    log = run.folder / "starts"
+    run.plan(
+        texts(20, {3: "<<stall>>"}),
+        engine="FaultyEngine",
+        options={"max_in_flight": 1, "starts_log": str(log), "failing_starts": [2]},
+        retry={"stall_seconds": 0.2, **NO_WAIT},
+    )
+    assert run.work()[0] == ExitCode.COMMITTED
+    assert run.outcomes() == {"succeeded": 19, "failed": 1}
+    assert log.read_text().split().count("start") == run.progress().engine_restarts + 1 == 4
+
+
+def test_a_restart_that_keeps_failing_ends_the_worker_and_what_is_done_stays(run: Run) -> None:
+    log = run.folder / "starts"
+    run.plan(
+        texts(20, {9: "<<die>>"}),
+        engine="DyingEngine",
+        options={
+            "delay_seconds": 0.01,
+            "max_in_flight": 2,
+            "starts_log": str(log),
+            "failing_starts": [2, 3, 4, 5],
+        },
+        retry={"restart_attempts": 3, **NO_WAIT},
+    )
+    code, said = run.work()
+    assert code == ExitCode.ENGINE_FAILED
+    assert "no memory left on the device (attempt 3 of retry.restart_attempts" in said
+    assert log.read_text().split().count("start") == 1 + 3
+    assert run.durable() == set(run.paid())
+
+
 def test_an_engine_that_hangs_while_it_starts(run: Run) -> None:
     run.plan(
         texts(3), engine="FailingStartEngine", options={"hang_start": True}, retry={"startup_seconds": 0.3}

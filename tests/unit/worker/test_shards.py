@@ -55,6 +55,43 @@ def test_an_empty_shard_has_a_commit_too(run: Run) -> None:
     assert run.commit().counts == {}
 
 
+def test_rows_that_are_decided_without_the_engine_start_none(run: Run) -> None:
+    """Blank rows and rows that do not render, over more than one block: parts as always, and no engine."""
+    log = run.folder / "starts"
+    rows = [None if i % 2 else "not a number" for i in range(3000)]
+    run.plan(
+        rows,
+        options={"starts_log": str(log)},
+        prompt={"template": "{{ 100 // (text | int) }}"},
+        checkpoint={"rows": 500},
+    )
+    assert run.work()[0] == ExitCode.COMMITTED
+    assert run.commit().reasons == {"empty_input": 1500, "render_error": 1500}
+    assert_sums(run.commit())
+    assert len(run.parts()) >= 3
+    assert log.read_text().split() == ["preload"]
+
+
+def test_the_first_row_that_needs_the_engine_starts_it(run: Run) -> None:
+    log = run.folder / "starts"
+    run.plan([None] * 2000, [None] * 300 + ["row"], options={"starts_log": str(log)})
+    assert run.work("0,1")[0] == ExitCode.COMMITTED
+    assert run.outcomes(0) == {"rejected": 2000}
+    assert run.outcomes(1) == {"rejected": 300, "succeeded": 1}
+    assert log.read_text().split() == ["preload", "start"]
+
+
+def test_rows_that_earlier_attempts_made_durable_start_none(run: Run) -> None:
+    log = run.folder / "starts"
+    run.plan(texts(50), options={"starts_log": str(log)})
+    assert run.work()[0] == 0
+    for key in run.files("commit.json"):
+        run.store.delete(key)
+    assert run.work()[0] == 0
+    assert log.read_text().split() == ["preload", "start", "preload"]
+    assert set(run.paid().values()) == {1}
+
+
 @pytest.mark.parametrize("damage", ["flip", "cut", "gone"])
 def test_a_damaged_rows_file_is_bad_input_and_names_the_file(run: Run, damage: str) -> None:
     run.plan(texts(50))
