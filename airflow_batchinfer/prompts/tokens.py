@@ -36,9 +36,10 @@ def load_tokenizer(spec: JobSpec) -> Any:
 
     model = spec.model
     name = model.tokenizer or model.name
+    revision = model.engine.get("tokenizer_revision", model.revision)
     try:
         return AutoTokenizer.from_pretrained(
-            name, revision=model.revision, trust_remote_code=model.trust_remote_code
+            name, revision=revision, trust_remote_code=model.trust_remote_code
         )
     except (OSError, ValueError) as error:
         field = "model.tokenizer" if model.tokenizer else "model.name"

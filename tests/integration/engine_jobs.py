@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,6 +30,38 @@ def job(model: dict[str, Any] | None = None, **fields: Any) -> JobSpec:
         "store": "store",
     }
     return JobSpec.parse(spec | fields)
+
+
+def random_adapter(folder: Path, rank: int = 8) -> str:
+    """Write a LoRA adapter for SmolLM2 with random weights, as PEFT would; returns the folder."""
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    model = json.loads((MODELS / "smollm2" / "config.json").read_text(encoding="utf-8"))
+    hidden = model["hidden_size"]
+    widths = {"q_proj": hidden, "v_proj": model["num_key_value_heads"] * model["head_dim"]}
+    random = np.random.default_rng(0)
+    tensors = {}
+    for layer in range(model["num_hidden_layers"]):
+        for name, width in widths.items():
+            key = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            shapes = {"lora_A": (rank, hidden), "lora_B": (width, rank)}
+            tensors |= {
+                f"{key}.{half}.weight": random.normal(0, 0.05, shape).astype(np.float32)
+                for half, shape in shapes.items()
+            }
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": rank,
+        "lora_alpha": 2 * rank,
+        "bias": "none",
+    }
+    config |= {"target_modules": sorted(widths), "base_model_name_or_path": "smollm2"}
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+    return str(folder)
 
 
 def requests(spec: JobSpec, texts: Sequence[str], *, takes_tokens: bool = True) -> list[Request]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import socket
 import subprocess
@@ -12,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -38,13 +40,13 @@ def free_port() -> int:
         return port
 
 
-@pytest.fixture(scope="module")
-def vllm_serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Base URL of a live vLLM server with SmolLM2 under the name `smol`."""
+@contextmanager
+def serving(model: str, name: str, folder: Path, *more: str) -> Iterator[str]:
+    """Base URL of a live vLLM server with one of the small models under a name."""
     port = free_port()
-    log = tmp_path_factory.mktemp("server") / "log"
-    options = ["--model", str(MODELS / "smollm2"), "--served-model-name", "smol", "--enforce-eager"]
-    options += ["--max-model-len", "512", "--max-num-seqs", "16", "--host", "127.0.0.1"]
+    log = folder / "log"
+    options = ["--model", str(MODELS / model), "--served-model-name", name, "--enforce-eager"]
+    options += ["--max-num-seqs", "16", "--host", "127.0.0.1", *more]
     with log.open("wb") as out, pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_HUB_OFFLINE", "1")
         patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -67,6 +69,13 @@ def vllm_serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     finally:
         server.terminate()
         server.wait(60)
+
+
+@pytest.fixture(scope="module")
+def vllm_serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server of SmolLM2 under the name `smol`."""
+    with serving("smollm2", "smol", tmp_path_factory.mktemp("server"), "--max-model-len", "512") as url:
+        yield url
 
 
 def served(base_url: str, name: str = "smol", **fields: Any) -> JobSpec:
@@ -154,6 +163,28 @@ class TestLiveServer:
             engine = load_engine(spec)
             with pytest.raises(SpecError, match=message):
                 engine.start()
+
+
+def test_vectors_of_a_live_server(tmp_path: Path) -> None:
+    texts = ["A cat sits on the mat.", "A kitten is on the rug.", "The stock market fell.", "word " * 600]
+    with serving("minilm", "mini", tmp_path) as url:
+        spec = served(url, "mini", task={"type": "embed"})
+        with started(spec) as engine:
+            engine.submit(requests(spec, texts, takes_tokens=False))
+            answers = collect(engine, len(texts))
+        raw = served(url, "mini", task={"type": "embed", "normalize": False})
+        with started(raw) as engine:
+            engine.submit(requests(raw, texts[:1], takes_tokens=False))
+            unscaled = completed(collect(engine, 1))["0"].vector or []
+    too_long = answers.pop("3")
+    assert isinstance(too_long, RequestFailure)
+    assert too_long.reason is Reason.OVER_LONG
+    vectors = [result.vector or [] for _, result in sorted(completed(answers).items())]
+    assert [len(v) for v in vectors] == [384] * 3
+    assert [math.isclose(math.hypot(*v), 1.0, rel_tol=1e-3) for v in vectors] == [True] * 3
+    near, far = (sum(a * b for a, b in zip(vectors[0], v, strict=True)) for v in vectors[1:])
+    assert near > far
+    assert not math.isclose(math.hypot(*unscaled), 1.0, rel_tol=1e-3)
 
 
 class BusyServer(ThreadingHTTPServer):

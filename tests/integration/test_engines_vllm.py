@@ -23,7 +23,16 @@ from airflow_batchinfer.spec import JobSpec
 from airflow_batchinfer.worker.engines import load_engine
 from airflow_batchinfer.worker.engines.base import Completion, EngineDied, Request, RequestFailure
 from airflow_batchinfer.worker.engines.vllm import VllmEngine
-from tests.integration.engine_jobs import ENGINE, MODELS, PATIENCE_SECONDS, collect, completed, job, requests
+from tests.integration.engine_jobs import (
+    ENGINE,
+    MODELS,
+    PATIENCE_SECONDS,
+    collect,
+    completed,
+    job,
+    random_adapter,
+    requests,
+)
 
 pytestmark = pytest.mark.worker_env
 
@@ -122,6 +131,17 @@ class TestGenerate:
         generating.submit(rest)
         results = completed(collect(generating, 3))
         assert all(r.cached_tokens >= 256 for r in results.values())
+
+    def test_an_adapter_changes_the_answers(self, generating: VllmEngine, tmp_path: Path) -> None:
+        model = {"name": str(MODELS / "smollm2"), "engine": ENGINE, "adapter": random_adapter(tmp_path)}
+        adapted = job(model)
+        generating.submit(requests(job(), TEXTS[:4]))
+        plain = completed(collect(generating, 4))
+        with started(adapted) as engine:
+            engine.submit(requests(adapted, TEXTS[:4]))
+            changed = completed(collect(engine, 4))
+        texts = {key: answer.text or "" for key, answer in changed.items()}
+        assert not any((plain[key].text or "").startswith(text) for key, text in texts.items())
 
     def test_sigkill_of_the_core_is_told_within_seconds(self, generating: VllmEngine) -> None:
         group = _group(generating)

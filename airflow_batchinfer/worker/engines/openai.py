@@ -329,6 +329,8 @@ def _request_body(spec: JobSpec) -> dict[str, Any]:
     body: dict[str, Any] = {"model": spec.model.name}
     if isinstance(spec.task, EmbedTask):
         body["encoding_format"] = "float"
+        if not spec.task.normalize:
+            body["use_activation"] = False  # vLLM's name for it; it would scale the vectors otherwise
     else:
         sampling = spec.sampling
         body |= {"max_tokens": sampling.max_tokens, "temperature": sampling.temperature}

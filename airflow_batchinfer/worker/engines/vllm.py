@@ -30,18 +30,19 @@ class VllmEngine:
         self._killed = False
 
     def preload(self) -> None:
-        """Start the host, which imports vLLM at once and touches no accelerator before it is told to."""
+        """Start the host, which prepares vLLM at once and touches no accelerator before it is told to."""
         environment = {}
         if self._spec.model.compile_cache:
             environment["VLLM_CACHE_ROOT"] = self._spec.model.compile_cache
         self._process = EngineProcess("airflow_batchinfer.worker.engines.vllm_host", environment)
+        self._process.send("job", self._spec.dump())
 
     def start(self) -> EngineInfo:
         self._killed = False
         if self._process is None:
             self.preload()
         process = self._running()
-        process.send("start", self._spec.dump())
+        process.send("start")
         self._told_to_start = True
         if self._killed:  # between the lines above
             process.kill()

@@ -34,10 +34,10 @@ _IN_FLIGHT_BATCHES = 2
 
 
 class VllmDriver:
-    """One loaded vLLM engine for one job."""
+    """One vLLM engine for one job."""
 
     def __init__(self, spec: JobSpec) -> None:
-        """Load the model and run one short request, so that every grammar is compiled before the first row.
+        """Work out vLLM's configuration and let it check the job; no accelerator is touched.
 
         Raises:
             SpecError: an option, the model or the schema is not what vLLM can work with.
@@ -47,9 +47,6 @@ class VllmDriver:
         self._config = engine_config(spec)
         self._parameters = Parameters(spec)
         self._check_parameters()
-        self._engine = LLMEngine.from_vllm_config(
-            self._config, UsageContext.LLM_CLASS, disable_log_stats=True
-        )
         self._adapter = (
             LoRARequest(lora_name="adapter", lora_int_id=1, lora_path=spec.model.adapter)
             if spec.model.adapter
@@ -58,6 +55,16 @@ class VllmDriver:
         self.counters = {"steps": 0, "prefilled_tokens": 0, "cached_tokens": 0, "made_tokens": 0}
         """Totals since the start: engine steps with output, prompt tokens computed, taken from the
         prefix cache, and tokens made."""
+
+    def start(self) -> None:
+        """Load the model and run one short request, so that every grammar is compiled before the first row.
+
+        Raises:
+            SpecError: the grammar does not compile.
+        """
+        self._engine = LLMEngine.from_vllm_config(
+            self._config, UsageContext.LLM_CLASS, disable_log_stats=True
+        )
         self._count_outputs()
         self._warm_up()
 

@@ -28,16 +28,20 @@ _REPORT_SECONDS = 0.5
 
 
 def main() -> None:
-    """Import vLLM, start it when told to, tell the worker, and serve it."""
+    """Prepare vLLM for the job, start it when told to, tell the worker, and serve it."""
     host = Host(sys.argv[1:])
+    job = host.incoming.get()
     try:
-        # The imports take seconds and no accelerator, so they do not wait for the word to start.
+        if job is None:
+            return
+        # Imports and configuration take seconds and no accelerator: they do not wait for the word to start.
         from airflow_batchinfer.worker.engines.vllm_driver import VllmDriver
 
-        message = host.incoming.get()
-        if message is None or message[0] == "close":
-            os._exit(0)
-        driver = VllmDriver(JobSpec.parse(message[1]))
+        driver = VllmDriver(JobSpec.parse(job[1]))
+        word = host.incoming.get()
+        if word is None or word[0] != "start":
+            return
+        driver.start()
     except SpecError as error:
         host.send("bad_spec", str(error))
         return
@@ -53,7 +57,6 @@ def main() -> None:
         traceback.print_exc()
         _die(host, f"{type(error).__name__}: {error}")
     print(f"vllm engine: {json.dumps(driver.counters)}", file=sys.stderr, flush=True)
-    os._exit(0)  # vLLM's own shutdown takes seconds; the worker ends the rest of the group and what it left
 
 
 def _serve(host: Host, driver: VllmDriver) -> None:
@@ -108,3 +111,4 @@ def _die(host: Host, reason: str) -> None:
 
 if __name__ == "__main__":
     main()
+    os._exit(0)  # vLLM's own shutdown takes seconds; the worker ends the rest of the group and what it left

@@ -81,8 +81,13 @@ class Run:
         process.send_signal(signal.SIGKILL)
         process.communicate(timeout=TIMEOUT)
 
-    def wait_until(self, reached: Callable[[], bool], process: subprocess.Popen[str] | None = None) -> None:
-        deadline = time.monotonic() + TIMEOUT
+    def wait_until(
+        self,
+        reached: Callable[[], bool],
+        process: subprocess.Popen[str] | None = None,
+        patience: float = TIMEOUT,
+    ) -> None:
+        deadline = time.monotonic() + patience
         while not reached():
             assert time.monotonic() < deadline, "never reached"
             assert process is None or process.poll() is None, process.communicate()
