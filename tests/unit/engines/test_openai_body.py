@@ -1,0 +1,52 @@
+"""What every request to a server carries follows from fields that the fingerprint covers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from airflow_batchinfer.run.fingerprint import fingerprint_fields
+from airflow_batchinfer.worker.engines.openai import _request_body
+from tests.plans import job
+
+SAMPLING = {
+    "max_tokens": 7,
+    "temperature": 0.5,
+    "top_p": 0.9,
+    "top_k": 3,
+    "min_p": 0.1,
+    "presence_penalty": 0.1,
+    "frequency_penalty": 0.1,
+    "repetition_penalty": 1.1,
+    "stop": ["x"],
+}
+FOLLOWS_FROM = {
+    "model": "model.name",
+    "response_format": "task.schema",
+    "structured_outputs": "task.type",
+    "use_activation": "task.normalize",
+    "own": "model.engine.own",
+    **{name: f"sampling.{name}" for name in SAMPLING},
+}
+NEUTRAL = {"encoding_format"}
+"""How numbers are written."""
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        {"type": "generate"},
+        {"type": "choice", "labels": ["a", "b"]},
+        {"type": "json", "schema": {}},
+        {"type": "regex", "pattern": "a+"},
+        {"type": "embed", "normalize": False},
+    ],
+    ids=lambda task: str(task["type"]),
+)
+def test_a_field_of_the_body_is_in_the_fingerprint(task: dict[str, Any], tmp_path: Path) -> None:
+    model = {"name": "m", "backend": "openai", "base_url": "http://localhost/v1", "engine": {"own": 1}}
+    spec = job(tmp_path, model=model, task=task, sampling=SAMPLING)
+    fields = fingerprint_fields(spec)
+    assert not {name for name in _request_body(spec) if FOLLOWS_FROM.get(name) not in fields} - NEUTRAL
