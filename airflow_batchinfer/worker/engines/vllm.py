@@ -38,13 +38,12 @@ class VllmEngine:
         self._process.send("job", self._spec.dump())
 
     def start(self) -> EngineInfo:
-        self._killed = False
         if self._process is None:
             self.preload()
         process = self._running()
         process.send("start")
         self._told_to_start = True
-        if self._killed:  # between the lines above
+        if self._killed:  # before there was a process to kill
             process.kill()
         try:
             message = process.receive(timeout=None)
