@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 from functools import cache
 from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
 
 import jinja2
 import yaml
@@ -33,6 +34,7 @@ MAX_MAPPED_TASKS = 1024
 """Airflow's default `[core] max_map_length`: a longer list fails the task that returns it."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_SECRET_ENDINGS = ("hf_token", "api_key", "password", "secret", "access_key")
 _TAKEN_NAMES = frozenset({"dead_letters"})  # see `run.layout`: it stands beside the jobs' folders
 RESERVED_OUTPUT_COLUMNS = frozenset(
     {
@@ -86,6 +88,16 @@ JsonFields = Annotated[dict[str, Any], AfterValidator(_json_value)]
 """Fields of somebody else's: whatever JSON can hold, since the plan is JSON."""
 
 
+def _without_credentials(address: str) -> str:
+    if "://" in address and "@" in urlsplit(address).netloc:
+        raise ValueError("an address never holds a user or a password: plans and logs show it")
+    return address
+
+
+Address = Annotated[str, AfterValidator(_without_credentials)]
+"""A local path or a URL."""
+
+
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", validate_default=True, frozen=True, allow_inf_nan=False)
 
@@ -119,6 +131,8 @@ class InputSpec(_Strict):
         paths = [value] if isinstance(value, str) else value
         if not paths or not all(p.strip() for p in paths):
             raise ValueError("name at least one file, folder or glob")
+        for path in paths:
+            _without_credentials(path)
         return value
 
     @property
@@ -179,6 +193,8 @@ class PromptSpec(_Strict):
                 jinja2.Environment(autoescape=False).parse(text)
             except jinja2.TemplateSyntaxError as error:
                 raise ValueError(f"{where}: line {error.lineno}: {error.message}") from error
+            except RecursionError as error:
+                raise ValueError(f"{where}: an expression is nested too deep") from error
         return self
 
     def templates(self) -> dict[str, str]:
@@ -216,7 +232,7 @@ class ModelSpec(_Strict):
     trust_remote_code: bool = Field(
         False, description="Let the model's repository run its own code in the worker. Off unless said."
     )
-    base_url: str | None = Field(None, description="`openai` only: the server, up to and with `/v1`.")
+    base_url: Address | None = Field(None, description="`openai` only: the server, up to and with `/v1`.")
     api_key_env: str | None = Field(
         None, description="`openai` only: name of the environment variable that holds the key."
     )
@@ -233,6 +249,14 @@ class ModelSpec(_Strict):
             raise ValueError("`base_url` and `api_key_env` belong to `backend: openai`")
         if self.backend not in ("vllm", "openai") and not re.fullmatch(r"[\w.]+:\w+", self.backend):
             raise ValueError("`backend` must be `vllm`, `openai` or `package.module:Class`")
+        if self.api_key_env and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", self.api_key_env):
+            raise ValueError("`api_key_env` names the variable that holds the key, it is not the key")
+        for name, value in self.engine.items():
+            if name.lower().endswith(_SECRET_ENDINGS) and isinstance(value, str):
+                raise ValueError(
+                    f"`engine.{name}` looks like a credential, and plans and reports show the spec: set "
+                    "it in the worker's environment (HF_TOKEN for Hugging Face)"
+                )
         if "trust_remote_code" in self.engine:
             raise ValueError("set `model.trust_remote_code`, not `model.engine.trust_remote_code`")
         return self
@@ -593,7 +617,7 @@ class ExportSpec(_Strict):
     """A plain file of the results beside the table, in input order."""
 
     format: Literal["parquet", "jsonl", "csv"] = Field(description="File format.")
-    path: str = Field(description="Where to; local or `s3://`. `{run_id}` and `{job}` are filled in.")
+    path: Address = Field(description="Where to; local or `s3://`. `{run_id}` and `{job}` are filled in.")
 
 
 class JobSpec(_Strict):
@@ -603,7 +627,7 @@ class JobSpec(_Strict):
     input: InputSpec = Field(description="The dataset.")
     prompt: PromptSpec = Field(description="How a row becomes a prompt.")
     model: ModelSpec = Field(description="The model and its engine.")
-    store: str = Field(description="Folder of runs and tables: a local path or `s3://bucket/prefix`.")
+    store: Address = Field(description="Folder of runs and tables: a local path or `s3://bucket/prefix`.")
     storage_options: StorageOptions = Field(
         default_factory=dict,
         description=(
@@ -770,6 +794,8 @@ def _explain(error: ValidationError) -> str:
             close = difflib.get_close_matches(str(fault["loc"][-1]), allowed, n=1)
             hint = f"; did you mean `{close[0]}`?" if close else ""
             message = f"unknown field{hint}" + (f" (allowed: {', '.join(allowed)})" if allowed else "")
+        elif "storage_options" in fault["loc"]:
+            pass  # whatever stands there may be somebody's secret
         elif fault["type"] != "value_error" and not isinstance(fault["input"], (dict, list)):
             message = f"{message} (got {_shown(fault['input'])})"
         lines.append(f"{path}: {message}")

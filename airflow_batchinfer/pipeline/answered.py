@@ -112,7 +112,7 @@ def _beside(
     inputs = sent.column(INPUT)
     names = {f.name for f in own.schema.field(CARRY).type} if CARRY in own.schema.names else set()
     columns = {
-        name: pc.struct_field(own.column(CARRY) if name in names else inputs, name) for name in carried
+        name: pc.struct_field(own.column(CARRY) if name in names else inputs, [name]) for name in carried
     }
     taken = answers.drop_columns(ROW_ID).take(pa.array(at)).combine_chunks().to_batches()
     return AnsweredBatch(

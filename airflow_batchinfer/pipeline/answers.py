@@ -225,4 +225,5 @@ def _field_names(table: pa.Table, struct: str) -> set[str]:
 
 def _field(table: pa.Table, struct: str, name: str) -> pa.ChunkedArray:
     """One field of a struct column; null where the struct is null."""
-    return pc.struct_field(table[struct], name)
+    # In a list, as everywhere: Arrow takes a plain name for a path, and `user.name` for a field of `user`.
+    return pc.struct_field(table[struct], [name])

@@ -124,6 +124,6 @@ def _rows(shard: ShardAnswers, row_ids: Ids) -> pa.Table:
     at, _ = positions(sent[ROW_ID].to_numpy(), answered[ROW_ID].to_numpy())
     inputs = sent[INPUT].take(pa.array(at))
     columns = {ROW_ID: answered[ROW_ID]}
-    columns |= {f.name: pc.struct_field(inputs, f.name) for f in inputs.type.fields}
+    columns |= {f.name: pc.struct_field(inputs, [f.name]) for f in inputs.type.fields}
     columns |= {name: answered[name] for name in spec.carried if name not in columns}
     return pa.table(columns | {spec.output.column: answered["output"]})

@@ -81,7 +81,7 @@ def _joined(
         values[CHANGE] = pa.repeat(REMOVED if removed else UNCHANGED, count)
         if not removed and len(columns.carried):
             carry = own["carry"].combine_chunks()
-            values |= {columns.prefix + n: pc.struct_field(carry, n) for n in columns.carried.names}
+            values |= {columns.prefix + n: pc.struct_field(carry, [n]) for n in columns.carried.names}
         if removed and plan.spec.removed_rows == "tombstone":
             values |= {f.name: pa.nulls(count, kinds[f.name]) for f in columns.outputs.fields}
             values[DIGEST] = pa.nulls(count, pa.string())

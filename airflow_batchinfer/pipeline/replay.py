@@ -185,7 +185,7 @@ class LetterReader:
         return True
 
     def _rows(self, batch: AnsweredBatch) -> pa.RecordBatch:
-        columns = {f.name: pc.struct_field(batch.input, f.name) for f in batch.input.type.fields}
+        columns = {f.name: pc.struct_field(batch.input, [f.name]) for f in batch.input.type.fields}
         columns |= {name: values for name, values in batch.carried.items() if name not in columns}
         id_column = self._home.spec.input.id_column
         if id_column and id_column not in columns:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from airflow_batchinfer.prompts.template import RenderError
+from airflow_batchinfer.prompts.sandbox import RenderError
 from airflow_batchinfer.prompts.tokens import TextEncoder
 from airflow_batchinfer.spec import OverLongSpec
 

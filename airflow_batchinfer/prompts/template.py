@@ -7,32 +7,26 @@ costs only itself.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jinja2 import StrictUndefined, TemplateError, UndefinedError, nodes
+from jinja2 import TemplateError, UndefinedError, nodes
 from jinja2.meta import find_undeclared_variables
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
 
 from airflow_batchinfer.errors import SpecError
+from airflow_batchinfer.prompts.sandbox import (
+    HIDDEN_NAMES,
+    MAX_RENDERED_CHARACTERS,
+    OWN_NAMES,
+    TICK,
+    Clock,
+    RenderError,
+    Sandbox,
+)
 from airflow_batchinfer.spec import PromptSpec
 
-MAX_RENDERED_CHARACTERS = 8 * 1024 * 1024
-"""Longest text one template may make; far beyond any model's context."""
-
-MAX_RENDER_SECONDS = 10.0
-"""Longest time one template may loop on one row."""
-
 _ROW = "row"
-_TICK = "__batchinfer_tick"
-_TICKS_PER_CLOCK = 1024
-
-
-class RenderError(Exception):
-    """The template failed on this row; says which template, which column and why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,58 +37,10 @@ class Rendered:
     text: str | None = None
 
 
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox without its helper functions, with bounds on loops and on repetition."""
-
-    intercepted_binops = frozenset({"*", "**"})
-
-    def __init__(self) -> None:
-        super().__init__(
-            autoescape=False,
-            undefined=StrictUndefined,
-            finalize=_none_is_empty,
-        )
-        self.globals = {"range": self.globals["range"], "namespace": Namespace, _TICK: None}
-
-    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        tree = super()._parse(source, name, filename)
-        for loop in list(tree.find_all(nodes.For)):
-            tick = nodes.Call(nodes.Name(_TICK, "load"), [], [], None, None, lineno=loop.lineno)
-            loop.body.insert(0, nodes.ExprStmt(tick, lineno=loop.lineno))
-        tree.set_environment(self)
-        return tree
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if operator == "**" and (abs(left) > 10**6 or abs(right) > 100):
-            raise RenderError("`**` is bounded: base up to 10^6, exponent up to 100")
-        if operator == "*":
-            for sequence, times in ((left, right), (right, left)):
-                if hasattr(sequence, "__len__") and len(sequence) * times > MAX_RENDERED_CHARACTERS:
-                    raise RenderError(f"`*` would make more than {MAX_RENDERED_CHARACTERS} items")
-        return super().call_binop(context, operator, left, right)
-
-
-class _Clock:
-    """Counts loop rounds of one rendering and looks at the time now and then."""
-
-    def __init__(self) -> None:
-        self._deadline = time.monotonic() + MAX_RENDER_SECONDS
-        self._ticks = 0
-
-    def __call__(self) -> None:
-        self._ticks += 1
-        if self._ticks % _TICKS_PER_CLOCK == 0 and time.monotonic() > self._deadline:
-            raise RenderError(f"took more than {MAX_RENDER_SECONDS:g} s")
-
-
-def _none_is_empty(value: Any) -> Any:
-    return "" if value is None else value
-
-
 class _Compiled:
     """One compiled template with the name of the spec's field it comes from."""
 
-    def __init__(self, sandbox: _Sandbox, field: str, source: str) -> None:
+    def __init__(self, sandbox: Sandbox, field: str, source: str) -> None:
         self.field = field
         self.columns = _columns(sandbox, field, source)
         self._template = sandbox.from_string(source)
@@ -109,7 +55,7 @@ class _Compiled:
         size = 0
         try:
             # A column may be called `row`; then it is reached as `row["row"]`.
-            for piece in self._template.generate({**row, _ROW: row, _TICK: _Clock()}):
+            for piece in self._template.generate({**row, _ROW: row, TICK: Clock()}):
                 size += len(piece)
                 if size > MAX_RENDERED_CHARACTERS:
                     raise RenderError(f"made more than {MAX_RENDERED_CHARACTERS} characters")
@@ -127,10 +73,10 @@ class _Compiled:
         return "".join(pieces)
 
 
-def _columns(sandbox: _Sandbox, field: str, source: str) -> list[str]:
+def _columns(sandbox: Sandbox, field: str, source: str) -> list[str]:
     """Columns a template reads, in order of first use."""
     tree = sandbox.parse(source)
-    free = find_undeclared_variables(tree) - {"range", "namespace", _TICK}
+    free = find_undeclared_variables(tree) - OWN_NAMES - HIDDEN_NAMES
     found: dict[str, None] = {}
 
     def visit(node: nodes.Node) -> None:
@@ -168,11 +114,13 @@ class PromptTemplate:
         Raises:
             SpecError: a template is no Jinja, reads no column, or uses `row` in a way that hides which.
         """
-        sandbox = _Sandbox()
+        sandbox = Sandbox()
         try:
             self._templates = [_Compiled(sandbox, f, source) for f, source in prompt.templates().items()]
         except TemplateError as error:
             raise SpecError(f"prompt: {error.message}") from error
+        except (RecursionError, SyntaxError, MemoryError) as error:  # Python's own limits, once compiled
+            raise SpecError(f"prompt: a template is nested too deep: {error}") from error
         self.columns: list[str] = list(dict.fromkeys(c for t in self._templates for c in t.columns))
         """Input columns the prompt reads, in order of first use."""
         if not self.columns:
