@@ -55,24 +55,27 @@ class OpenAIEngine:
         self._died: EngineDied | None = None
         self._tokens_made = 0
         self._running: _Loop | None = None
+        self._key: str | None = None
 
     def preload(self) -> None:
         """The server is up already."""
 
     def start(self) -> EngineInfo:
-        key = None
-        if variable := self._spec.model.api_key_env:
-            key = os.environ.get(variable)
-            if not key:
-                raise SpecError(f"model.api_key_env: the worker's environment has no `{variable}`")
+        self._key = _key_from_environment(self._spec.model.api_key_env)
         self._died = None
         self._answers = queue.SimpleQueue()
         self._running = _Loop()
         try:
-            return self._running.run(self._connect(key))
+            return self._running.run(self._connect())
         except httpx.TransportError as error:
             self.close()
             raise EngineError(f"model.base_url: {self._base_url} does not answer: {error}") from error
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            self.close()
+            raise EngineError(
+                f"model.base_url: {self._base_url} does not speak OpenAI's API: "
+                f"{type(error).__name__}: {error}"
+            ) from error
         except BaseException:
             self.close()
             raise
@@ -123,7 +126,7 @@ class OpenAIEngine:
             raise EngineDied("the engine is not running")
         return self._running
 
-    async def _connect(self, key: str | None) -> EngineInfo:
+    async def _connect(self) -> EngineInfo:
         """Open the client inside its loop, and ask the server what it serves.
 
         Raises:
@@ -135,7 +138,7 @@ class OpenAIEngine:
         self._away_since: float | None = None
         self._client = httpx.AsyncClient(
             base_url=self._base_url + "/",
-            headers={"Authorization": f"Bearer {key}"} if key else {},
+            headers={"Authorization": f"Bearer {self._key}"} if self._key else {},
             timeout=httpx.Timeout(self._spec.retry.row_timeout_seconds, connect=10.0, pool=None),
             limits=httpx.Limits(max_connections=most, max_keepalive_connections=most),
         )
@@ -155,11 +158,11 @@ class OpenAIEngine:
         """The model's context length, if the server tells (vLLM does)."""
         response = await self._client.get("models")
         if response.status_code in _CREDENTIALS:
-            raise SpecError(f"model.api_key_env: {self._base_url} refuses the key: {_message(response)}")
+            raise SpecError(f"model.api_key_env: {self._base_url} refuses the key: {self._words(response)}")
         if response.status_code in (404, 405):  # a server without a list of models
             return None
         if response.status_code != 200:
-            raise EngineError(f"{self._base_url}/models: {response.status_code}: {_message(response)}")
+            raise EngineError(f"{self._base_url}/models: {response.status_code}: {self._words(response)}")
         models = {m["id"]: m for m in response.json().get("data", []) if "id" in m}
         name = self._spec.model.name
         if models and name not in models:
@@ -179,7 +182,7 @@ class OpenAIEngine:
         )
         if response.status_code in (400, 422):
             field = {"choice": "labels", "json": "schema", "regex": "pattern"}[self._spec.task.type]
-            raise SpecError(f"task.{field}: the server refuses it: {_message(response)}")
+            raise SpecError(f"task.{field}: the server refuses it: {self._words(response)}")
 
     async def _answer(self, request: Request) -> None:
         """Get one request's answer into the queue, whatever comes."""
@@ -265,7 +268,7 @@ class OpenAIEngine:
         )
 
     def _refusal(self, key: str, response: httpx.Response, wait: float | None) -> Answer | EngineDied:
-        status, text = response.status_code, _message(response)
+        status, text = response.status_code, self._words(response)
         if status in _CREDENTIALS or status == 404:
             return EngineDied(f"{self._base_url}: {status}: {text}")
         message = f"the server answered {status}: {text}"
@@ -273,6 +276,11 @@ class OpenAIEngine:
             return RequestFailure(key, Reason.ENGINE_ERROR, message, transient=True, retry_after=wait)
         long = any(words in text for words in ("maximum context length", "maximum model length", "too long"))
         return RequestFailure(key, Reason.OVER_LONG if long else Reason.ENGINE_REFUSED, message)
+
+    def _words(self, response: httpx.Response) -> str:
+        """What the server says on an error; some say the key again, and this goes into logs and tables."""
+        words = _message(response)
+        return words.replace(self._key, "***") if self._key else words
 
 
 class _Loop:
@@ -357,6 +365,18 @@ def _request_body(spec: JobSpec) -> dict[str, Any]:
             body["structured_outputs"] = {"regex": pattern}
     body |= spec.model.engine
     return {name: value for name, value in body.items() if value is not None}
+
+
+def _key_from_environment(variable: str | None) -> str | None:
+    """The key to send; none if the job names no variable. Raises `SpecError`, which never shows it."""
+    if variable is None:
+        return None
+    key = os.environ.get(variable, "").strip()  # files that hold secrets like to end with a line break
+    if not key:
+        raise SpecError(f"model.api_key_env: the worker's environment has no `{variable}`")
+    if not key.isascii() or not key.isprintable():
+        raise SpecError(f"model.api_key_env: `{variable}` holds characters that no HTTP header may have")
+    return key
 
 
 def _message(response: httpx.Response) -> str:
