@@ -36,7 +36,8 @@ test-worker: envs models
 	$(WORKER)/bin/python -m pytest -m worker_env
 
 test-airflow: envs models
-	$(AIRFLOW)/bin/python -m pytest -m "not worker_env"
+	$(AIRFLOW)/bin/python -m pytest -m "not worker_env" --numprocesses auto tests/unit
+	$(AIRFLOW)/bin/python -m pytest -m "not worker_env" tests/integration tests/chaos
 
 lint: $(AIRFLOW).stamp  ## ruff, and mypy --strict on the package
 	$(AIRFLOW)/bin/ruff check .
