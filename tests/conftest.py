@@ -1,10 +1,17 @@
-"""Which test files each of the two environments collects."""
+"""Which test files each of the two environments collects, and how hypothesis draws."""
 
 from __future__ import annotations
 
+import os
 import re
 from importlib.util import find_spec
 from pathlib import Path
+
+from hypothesis import settings
+
+# A change is judged by the same examples wherever it is tested; HYPOTHESIS_PROFILE=default draws others.
+settings.register_profile("repeatable", derandomize=True, database=None)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 _AIRFLOW_FILE = re.compile(r"^pytestmark = .*pytest\.mark\.airflow_env", re.MULTILINE)
 
