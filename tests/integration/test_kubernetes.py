@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import sqlite3
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +24,7 @@ from tests.integration.runs import job_fields, paid, write_input
 
 if TYPE_CHECKING:
     from airflow_batchinfer.store import Store
-    from scripts.airflow_stack import AirflowApi
+    from scripts.airflow_stack import AirflowApi, AirflowStack
     from tests.kube import KubeServer
     from tests.s3 import S3Server
 
@@ -289,7 +291,11 @@ def assert_no_secret_shows(run: PodRun, server: S3Server) -> None:
 
 
 def test_a_pod_watched_from_the_task_itself(
-    airflow: AirflowApi, kube: KubeServer, job: Callable[..., dict[str, Any]], tmp_path: Path
+    airflow: AirflowApi,
+    airflow_stack: AirflowStack,
+    kube: KubeServer,
+    job: Callable[..., dict[str, Any]],
+    tmp_path: Path,
 ) -> None:
     store = str(tmp_path / "store")
     run = PodRun(airflow, kube, "watched_pod_job", job(store, "watched"))
@@ -304,6 +310,45 @@ def test_a_pod_watched_from_the_task_itself(
     assert run.tries() == {0: 1, 1: 2, 2: 1, 3: 1}
     log = airflow.log("watched_pod_job", run.run_id, "infer", 1, attempt=1)
     assert re.search(r"oom_killed: pod \S+: it used more memory .*container_resources", log)
+    (reason,) = retry_reasons(airflow_stack, run)
+    assert reason.startswith("worker lost: oom_killed: pod ")
+
+
+def retry_reasons(stack: AirflowStack, run: PodRun) -> list[str]:
+    """Airflow's own notes of why it tried again; no call of its API tells them."""
+    query = "SELECT retry_reason FROM task_instance_history WHERE run_id = ? AND retry_reason IS NOT NULL"
+    with closing(sqlite3.connect(stack.home / "airflow.db", timeout=60)) as database:
+        return [reason for (reason,) in database.execute(query, (run.run_id,))]
+
+
+@pytest.mark.slow
+def test_pods_outlive_scheduler_and_triggerer(
+    airflow: AirflowApi,
+    airflow_stack: AirflowStack,
+    kube: KubeServer,
+    job: Callable[..., dict[str, Any]],
+    tmp_path: Path,
+) -> None:
+    from tests.kube.cluster import wait_until
+
+    fields = job(str(tmp_path / "store"), "outlived")
+    fields["model"]["engine"]["delay_seconds"] = 3.0  # beyond the restart
+    run = PodRun(airflow, kube, "deferred_pod_job", fields)
+
+    def all_half_way() -> bool:
+        states = airflow.states(run.dag_id, run.run_id)
+        deferred = [name for name, state in states.items() if state == "deferred"]
+        return len(deferred) == SHARDS and all(run.parts(shard) for shard in range(SHARDS))
+
+    wait_until(all_half_way, 120)
+    airflow_stack.crash("scheduler", "triggerer")
+
+    assert run.wait() == "success"
+    assert_each_row_once(run)
+    assert_paid_once(run, tmp_path / "paid.log", lost=0)
+    assert [run.fates(shard) for shard in range(SHARDS)] == [[("committed", 0)]] * SHARDS
+    assert set(run.tries().values()) == {1}
+    assert len(run.pods) == SHARDS
 
 
 def test_a_bad_job_fails_at_once_with_the_workers_word(

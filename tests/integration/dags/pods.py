@@ -44,6 +44,7 @@ def pods(dag_id: str, *, at_once: int = 4, store_conn_id: str | None = None, **a
 
 
 pods("watched_pod_job", deferrable=False)
+pods("deferred_pod_job")
 pods("s3_pod_job", store_conn_id="test_store", store_secret="store")
 pods(
     "model_pod_job",

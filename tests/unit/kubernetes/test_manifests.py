@@ -48,6 +48,9 @@ def test_compose_names_what_it_builds_and_defaults_no_password() -> None:
     dockerfile = services["airflow-api"]["build"]["dockerfile"]
     assert (DOCKER.parent / dockerfile).is_file()
     assert {"postgres", "s3", "airflow-scheduler", "airflow-triggerer"} <= services.keys()
+    environment = services["airflow-scheduler"]["environment"]
+    assert environment["AWS_ENDPOINT_URL_S3"] == "http://s3:9000"
+    assert environment["AWS_SECRET_ACCESS_KEY"] == services["s3"]["environment"]["MINIO_ROOT_PASSWORD"]
     for name in ("POSTGRES_PASSWORD", "S3_PASSWORD", "AIRFLOW_JWT_SECRET", "AIRFLOW_API_SECRET"):
         assert f"${{{name}:?" in text
         assert f"${{{name}:-" not in text

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import yaml
 
 from airflow_batchinfer.errors import SpecError, WorkerLostError
 from airflow_batchinfer.run.commit import commits_of
@@ -200,6 +201,8 @@ def test_a_living_pod_is_found_again_and_not_paid_twice(task: Callable[..., Task
     lost = threading.Thread(target=first.execute, args=(made.context(),), daemon=True)
     lost.start()
     made.pod_half_way()
+    if by == "labels":
+        made.state.clear()
 
     made.operator().execute(
         made.context(try_number=2)
@@ -208,6 +211,27 @@ def test_a_living_pod_is_found_again_and_not_paid_twice(task: Callable[..., Task
     assert made.committed()
     assert len(made.kube.cluster.launched) == 1
     lost.join(30)
+
+
+def test_airflows_role_suffices(task: Callable[..., Task]) -> None:
+    made = task(model=SLOW)
+    at_half_way(made, made.kube.cluster.reclaim)
+
+    made.operator().execute(made.context())
+
+    path = ROOT / "docker" / "kubernetes" / "airflow-rbac.yaml"
+    (role,) = (o for o in yaml.safe_load_all(path.read_text()) if o["kind"] == "Role")
+    granted = {(r, verb) for rule in role["rules"] for r in rule["resources"] for verb in rule["verbs"]}
+    used = {_right(*request) for request in made.kube.requests}
+    assert {("pods", "create"), ("pods", "delete"), ("pods/log", "get")} <= used <= granted
+
+
+def _right(method: str, path: str) -> tuple[str, str]:
+    """The resource and the verb that RBAC asks for."""
+    _, resource, *rest = path.removeprefix("/api/v1/namespaces/").split("/")
+    read = "get" if rest else "list"
+    verb = {"GET": read, "POST": "create", "PATCH": "patch", "DELETE": "delete"}[method]
+    return "/".join([resource, *rest[1:]]), verb
 
 
 def test_reclaims_have_a_budget(task: Callable[..., Task]) -> None:

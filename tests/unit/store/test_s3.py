@@ -306,6 +306,25 @@ class TestCredentials:
         assert tokens == {"a-session-token"}
         assert agents == {True, False}
 
+    def test_delta_tables_get_the_token_and_are_encrypted(
+        self, proxy: FaultyProxy, credentials: dict[str, str], uri: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        import deltalake
+        import pyarrow as pa
+        from deltalake.exceptions import DeltaError
+
+        monkeypatch.setenv("AWS_SESSION_TOKEN", "a-session-token")
+        store = open_store(uri, {"endpoint_url": proxy.endpoint_url, "sse": "AES256"})
+        with suppress(
+            OSError, DeltaError
+        ):  # the token is not one of the server's: what counts is what was sent
+            options = store.delta_options()
+            deltalake.write_deltalake(store.uri_of("table"), pa.table({"a": [1]}), storage_options=options)
+
+        assert {headers.get("x-amz-security-token") for *_, headers in proxy.requests} == {"a-session-token"}
+        written = [headers for method, _, headers in proxy.requests if method == "PUT"]
+        assert all(headers.get("x-amz-server-side-encryption") == "AES256" for headers in written)
+
     def test_changed_credentials_make_a_new_file_system(
         self, s3_server: S3Server, credentials: dict[str, str], uri: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
