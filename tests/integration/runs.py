@@ -6,6 +6,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -117,6 +118,15 @@ def worker_of(folder: str, shard: int) -> int | None:
         ):
             return int(path.parent.name)
     return None
+
+
+def process_titled(title: str) -> int:
+    """Pid of the process that has given itself this title."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            if path.read_bytes().decode(errors="replace").rstrip("\0 ") == title:
+                return int(path.parent.name)
+    raise AssertionError(f"no process is titled {title!r}")
 
 
 def wait_for_parts(run: StoredRun, shard: int, count: int = 2, timeout: float = 120.0) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import sqlite3
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from airflow_batchinfer.run.layout import RunLayout, run_dir
 from airflow_batchinfer.run.plan import Plan
 from airflow_batchinfer.store import open_store
 from tests.integration.engine_jobs import ENGINE, MODELS
-from tests.integration.runs import job_fields, paid, write_input
+from tests.integration.runs import job_fields, paid, process_titled, write_input
 
 if TYPE_CHECKING:
     from airflow_batchinfer.store import Store
@@ -98,6 +99,12 @@ class PodRun:
             if self.layout.folder in arguments and arguments[-1] == str(shard):
                 return pod
         return None
+
+    def task_process(self, shard: int) -> int:
+        """Pid of the process in which Airflow runs the shard's infer task."""
+        tasks = self.airflow.tasks(self.dag_id, self.run_id)
+        (task,) = (t["id"] for t in tasks if (t["task_id"], t["map_index"]) == ("infer", shard))
+        return process_titled(f"airflow worker -- {task}")
 
     def parts(self, shard: int) -> list[str]:
         return [i.key for i in self.store.list(self.layout.shard(shard)) if "/part-" in i.key]
@@ -300,18 +307,23 @@ def test_a_pod_watched_from_the_task_itself(
     store = str(tmp_path / "store")
     run = PodRun(airflow, kube, "watched_pod_job", job(store, "watched"))
 
-    run.strike({0: kube.cluster.reclaim, 1: kube.cluster.oom_kill})
+    def terminate_task(_: Any) -> None:
+        os.kill(run.task_process(2), signal.SIGTERM)
+
+    run.strike({0: kube.cluster.reclaim, 1: kube.cluster.oom_kill, 2: terminate_task})
 
     assert run.wait() == "success"
     assert_each_row_once(run)
-    assert_paid_once(run, tmp_path / "paid.log", lost=4 + SLOW["max_in_flight"])
+    assert_paid_once(run, tmp_path / "paid.log", lost=2 * (4 + SLOW["max_in_flight"]))
     assert run.fates(0) == [("reclaimed", 75), ("committed", 0)]
     assert run.fates(1) == [("oom_killed", 137), ("committed", 0)]
-    assert run.tries() == {0: 1, 1: 2, 2: 1, 3: 1}
+    assert [fate for fate, _ in run.fates(2)] == ["reclaimed", "committed"]
+    assert run.tries() == {0: 1, 1: 2, 2: 2, 3: 1}  # a terminated task is no success (fact A1)
     log = airflow.log("watched_pod_job", run.run_id, "infer", 1, attempt=1)
     assert re.search(r"oom_killed: pod \S+: it used more memory .*container_resources", log)
-    (reason,) = retry_reasons(airflow_stack, run)
-    assert reason.startswith("worker lost: oom_killed: pod ")
+    killed, terminated = sorted(retry_reasons(airflow_stack, run), reverse=True)
+    assert killed.startswith("worker lost: oom_killed: pod ")
+    assert terminated.startswith("worker lost: Airflow ended this task")
 
 
 def retry_reasons(stack: AirflowStack, run: PodRun) -> list[str]:
