@@ -10,8 +10,10 @@ RUN python3 -m pip install --no-cache-dir --upgrade-strategy only-if-needed /src
     && rm -rf /src \
     && python3 -c "import airflow_batchinfer.worker.run"
 
-# The root file system may be read-only: all that is written goes below /tmp and /cache.
+# The root file system may be read-only: all that is written goes below /tmp and /cache. User 10001 has no
+# entry in /etc/passwd, and PyTorch and vLLM ask for a name in places.
 ENV HOME=/tmp \
+    USER=batchinfer \
     HF_HOME=/cache/models/huggingface \
     VLLM_CACHE_ROOT=/cache/compiled \
     PYTHONUNBUFFERED=1 \

@@ -111,10 +111,12 @@ def volumes(
 
 
 def environment(spec: JobSpec) -> list[k8s.V1EnvVar]:
-    """Where libraries put what they would else write below the home folder of a read-only root."""
+    """Where libraries put what they would else write below the home folder of a read-only root, and a name
+    for a user who has none in the image."""
     compiled = spec.model.compile_cache or COMPILE_CACHE
     variables = {
         "HOME": SCRATCH,
+        "USER": "batchinfer",
         "HF_HOME": f"{MODEL_CACHE}/huggingface",
         "VLLM_CACHE_ROOT": compiled,
         "TORCHINDUCTOR_CACHE_DIR": f"{compiled}/inductor",
