@@ -19,7 +19,7 @@ from airflow_batchinfer.errors import BatchInferError, SpecError, WorkerLostErro
 from airflow_batchinfer.operators import pod_shape
 from airflow_batchinfer.operators.bundle import Bundle
 from airflow_batchinfer.operators.pod_fate import Fate, PodEnd, fate_of
-from airflow_batchinfer.operators.pod_start import STUCK_SECONDS, PatientPodManager
+from airflow_batchinfer.operators.pod_patience import STUCK_SECONDS, PatientPodManager
 from airflow_batchinfer.operators.pod_trigger import BatchInferPodTrigger
 from airflow_batchinfer.operators.retry import FailureRetryPolicy
 from airflow_batchinfer.operators.shard_work import ShardWork, worker_error
@@ -297,11 +297,14 @@ class BatchInferPodOperator(KubernetesPodOperator):
         Raises:
             BatchInferError: it is not complete, and what to do is for Airflow or a person to decide.
         """
-        end = self._end_of(self._seen or self._read_pod(pod, namespace))
+        seen = self._seen or self._read_pod(pod, namespace)
+        end = self._end_of(seen)
         self.log.info("pod %s on node %s: %s %s", pod, end.node, end.fate, end.message)
         if end.fate == Fate.RUNNING:
             raise WorkerLostError(f"pod {pod} runs on, and the next try finds it again: {trouble}")
         launch = self._record(pod, end, context, work)
+        if seen is not None and seen.metadata.deletion_timestamp:
+            self.patch_already_checked(seen, reraise=False)  # it shows as running while its node is lost
         if not work.open_shards():
             self._tell_summary(work)
             return True

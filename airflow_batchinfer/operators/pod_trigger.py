@@ -6,12 +6,15 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from functools import cached_property
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from airflow.providers.cncf.kubernetes.triggers.pod import KubernetesPodTrigger
 from airflow.triggers.base import TriggerEvent
 
-from airflow_batchinfer.operators.pod_start import STUCK_SECONDS, AsyncPatientPodManager
+from airflow_batchinfer.operators.pod_patience import STUCK_SECONDS, AsyncPatientPodManager, unless_lost
+
+if TYPE_CHECKING:
+    from kubernetes.client.models import V1Pod
 
 QUIET_SECONDS = 10.0
 """How long after its start a trigger keeps its news to itself."""
@@ -52,6 +55,9 @@ class BatchInferPodTrigger(KubernetesPodTrigger):
         return AsyncPatientPodManager(
             async_hook=self.hook, stuck_timeout=self.stuck_timeout, container=self.base_container_name
         )
+
+    async def _get_pod(self) -> V1Pod:  # type: ignore[override]  # its retries stay with the base's
+        return unless_lost(await super()._get_pod())
 
     async def run(self) -> AsyncIterator[TriggerEvent]:
         """As KubernetesPodTrigger, but not at once."""

@@ -95,7 +95,9 @@ class Cluster:
                 return None
             if grace is None:
                 grace = float(pod["spec"]["terminationGracePeriodSeconds"])
-            pod["metadata"].update(deletionTimestamp=now(), deletionGracePeriodSeconds=int(grace))
+            if pod.get("_silent"):
+                return self._changed(pod)
+            pod["metadata"].update(deletionTimestamp=now(grace), deletionGracePeriodSeconds=int(grace))
             container = self._containers.get(pod["metadata"]["uid"])
             if container is None or container.finished_at is not None:
                 self._remove(pod)
@@ -181,6 +183,17 @@ class Cluster:
             stored = self._stored(pod)
             container = self._containers[stored["metadata"]["uid"]]
             self._remove(stored)
+        container.kill()
+
+    def partition(self, pod: Json) -> None:
+        """The node stopped answering an hour ago: the pod is marked for deletion, and nobody deletes it."""
+        self._note(pod, "partition")
+        with self._lock:
+            stored = self._stored(pod)
+            stored["_silent"] = True
+            stored["metadata"].update(deletionTimestamp=now(-3600.0), deletionGracePeriodSeconds=30)
+            container = self._containers[stored["metadata"]["uid"]]
+        self._condition(pod, "DeletionByTaintManager", "Taint manager: deleting due to NoExecute taint")
         container.kill()
 
     def close(self) -> None:
@@ -276,7 +289,7 @@ class Cluster:
         """Kubelet: tell the container's end, and finish a deletion."""
         container.wait()
         with self._lock:
-            if self._pods.get(_key(pod)) is not pod:
+            if self._pods.get(_key(pod)) is not pod or pod.get("_silent"):
                 return
             code = container.exit_code
             assert code is not None

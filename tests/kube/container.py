@@ -8,13 +8,13 @@ import subprocess
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 
-def now() -> str:
-    """RFC 3339, as the API server writes times."""
-    return datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+def now(later: float = 0.0) -> str:
+    """RFC 3339, as the API server writes times; `later` seconds from now."""
+    return (datetime.now(UTC) + timedelta(seconds=later)).isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
 class Container:

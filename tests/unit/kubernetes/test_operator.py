@@ -267,6 +267,20 @@ def test_a_dead_pod_is_never_taken_up(task: Callable[..., Task]) -> None:
     assert len(set(made.kube.cluster.launched)) == 2
 
 
+def first_event(trigger: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What a triggerer, which makes the trigger anew, hears of it first."""
+    from airflow_batchinfer.operators import pod_trigger
+
+    monkeypatch.setattr(pod_trigger, "QUIET_SECONDS", 0)
+    made_anew = pod_trigger.BatchInferPodTrigger(**trigger.serialize()[1])
+
+    async def first() -> Any:
+        return await anext(aiter(made_anew.run()))
+
+    payload: dict[str, Any] = asyncio.run(first()).payload
+    return payload
+
+
 CANNOT_START = pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -295,24 +309,47 @@ def test_pods_that_cannot_start_seen_by_the_trigger(
 ) -> None:
     from airflow.sdk.exceptions import TaskDeferred
 
-    from airflow_batchinfer.operators import pod_trigger
-
-    monkeypatch.setattr(pod_trigger, "QUIET_SECONDS", 0)
     made = task()
     operator = made.operator(deferrable=True, stuck_timeout_seconds=1, **arguments)
     with pytest.raises(TaskDeferred) as deferred:
         operator.execute(made.context())
-    trigger = pod_trigger.BatchInferPodTrigger(**deferred.value.trigger.serialize()[1])
 
-    async def first_event() -> Any:
-        return await anext(aiter(trigger.run()))
-
-    event = asyncio.run(first_event()).payload
+    event = first_event(deferred.value.trigger, monkeypatch)
     resumed = made.operator(deferrable=True, stuck_timeout_seconds=1, **arguments)
     with pytest.raises(WorkerLostError, match=message):
         resumed.trigger_reentry(made.context(), event)
 
     assert made.kube.cluster.list("default", lambda _: True) == []
+
+
+def test_a_pod_on_a_node_that_does_not_answer_is_given_up(task: Callable[..., Task]) -> None:
+    made = task(model=SLOW)
+    at_half_way(made, made.kube.cluster.partition)
+
+    made.operator().execute(made.context())
+
+    assert made.committed()
+    assert made.fates() == ["reclaimed", "committed"]
+    (lost,) = made.kube.cluster.list("default", lambda _: True)  # until somebody removes the node
+    assert lost["metadata"]["name"] == made.kube.cluster.launched[0]
+
+
+def test_the_trigger_gives_up_a_pod_on_a_node_that_does_not_answer(
+    task: Callable[..., Task], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from airflow.sdk.exceptions import TaskDeferred
+
+    made = task(model=SLOW)
+    at_half_way(made, made.kube.cluster.partition)
+    with pytest.raises(TaskDeferred) as deferred:
+        made.operator(deferrable=True, poll_interval=1).execute(made.context())
+
+    event = first_event(deferred.value.trigger, monkeypatch)
+    with pytest.raises(TaskDeferred):
+        made.operator(deferrable=True).trigger_reentry(made.context(), event)
+
+    assert made.fates() == ["reclaimed"]
+    assert len(set(made.kube.cluster.launched)) == 2
 
 
 @pytest.mark.parametrize("arguments", [{"image": "missing:1"}, {"store_secret": "none"}])

@@ -1,8 +1,8 @@
-"""Waiting for a pod to start: KubernetesPodOperator's time limits, and patience of our own with one that is
-stuck.
+"""Patience with pods that do not start and pods that do not end: KubernetesPodOperator's does not fit here.
 
-KubernetesPodOperator gives up on the first sight of most image errors, though a node that has just come up
-often cannot reach the registry yet, and never on a missing secret, which then costs `startup_timeout`.
+It gives up on the first sight of most image errors, though a node that has just come up often cannot reach
+the registry yet. It waits out `startup_timeout` on a missing secret, and for ever on a pod whose node no
+longer answers: such a pod is marked for deletion and stays "Running" until somebody removes its node.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 
 STUCK_SECONDS = 120.0
 """Kubelet tries to pull an image about five times in that, and to make a container a dozen times."""
+
+LOST_AFTER = timedelta(minutes=2)
+"""Beyond the time by which a deleted pod should have ended, grace included."""
 
 _HOPELESS = ("InvalidImageName", "ErrImageNeverPull")
 
@@ -95,12 +99,28 @@ class StartWatch:
             raise PodLaunchTimeoutException(f"the pod is stuck for {lasted:.0f} s: {end.message}")
 
 
+def unless_lost(pod: k8s.V1Pod) -> k8s.V1Pod:
+    """The pod, if kubelet still cares for it.
+
+    Raises:
+        PodLaunchTimeoutException: it should have ended long ago: its node does not answer.
+    """
+    due = pod.metadata.deletion_timestamp
+    if due is not None and datetime.now(UTC) - due > LOST_AFTER:
+        raise PodLaunchTimeoutException(f"the pod should have ended by {due:%H:%M:%S} UTC; its node is lost")
+    return pod
+
+
 class PatientPodManager(PodManager):
     """The pod manager of a task that watches its pod itself."""
 
     def __init__(self, *args: Any, stuck_timeout: float, container: str, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._stuck_timeout, self._container = stuck_timeout, container
+
+    def read_pod(self, pod: k8s.V1Pod) -> k8s.V1Pod:
+        """As KubernetesPodOperator's, `unless_lost`."""
+        return unless_lost(super().read_pod(pod))
 
     async def await_pod_start(
         self,
@@ -122,6 +142,10 @@ class AsyncPatientPodManager(AsyncPodManager):
     def __init__(self, *args: Any, stuck_timeout: float, container: str, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._stuck_timeout, self._container = stuck_timeout, container
+
+    async def read_pod(self, pod: k8s.V1Pod) -> k8s.V1Pod:
+        """As KubernetesPodOperator's, `unless_lost`."""
+        return unless_lost(await super().read_pod(pod))
 
     async def await_pod_start(
         self,

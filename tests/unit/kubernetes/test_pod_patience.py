@@ -9,7 +9,7 @@ import pytest
 if TYPE_CHECKING:
     from kubernetes.client import models as k8s
 
-    from airflow_batchinfer.operators.pod_start import StartWatch
+    from airflow_batchinfer.operators.pod_patience import StartWatch
 
 pytestmark = pytest.mark.airflow_env
 
@@ -31,7 +31,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def watch(clock: Clock) -> StartWatch:
-    from airflow_batchinfer.operators.pod_start import StartWatch
+    from airflow_batchinfer.operators.pod_patience import StartWatch
 
     return StartWatch(SCHEDULE, STARTUP, STUCK, "base", clock)
 
