@@ -40,6 +40,12 @@ def get_provider_info() -> dict[str, Any]:
         "extra-links": [
             f"airflow_batchinfer.operators.links.{name}" for name in ("DataDocsLink", "ReportLink")
         ],
+        "triggers": [
+            {
+                "integration-name": "Batch inference",
+                "python-modules": ["airflow_batchinfer.operators.pod_trigger"],
+            }
+        ],
         "config": {
             "batchinfer": {
                 "description": "Settings of the batch inference provider.",

@@ -195,7 +195,12 @@ class BatchInferPodOperator(KubernetesPodOperator):
         try:
             return super().get_or_create_pod(pod_request_obj, context)
         except ApiException as error:
-            if error.status in (400, 422):
+            if error.status == 403 and "exceeded quota" in str(error.body):
+                raise WorkerLostError(
+                    f"the namespace's quota is used up: {error.body} (lower `max_parallel_shards` "
+                    "or the pool's slots below it, or have Kueue queue the pods)"
+                ) from error
+            if error.status in (400, 403, 422):
                 raise SpecError(f"the cluster refuses the pod: {error.body}") from error
             raise
 

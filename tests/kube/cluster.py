@@ -44,6 +44,8 @@ class Cluster:
         self._nodes = 0
         self._schedulable = True
         self._lock = threading.RLock()
+        self.refusal: tuple[int, str] | None = None
+        """Status and message with which pods are refused, as by an admission controller."""
         self.launched: list[str] = []
         """Names of all pods ever created, in order."""
         self.endings: dict[str, tuple[str, int | None]] = {}

@@ -154,6 +154,10 @@ def _handler(server: KubeServer) -> type[BaseHTTPRequestHandler]:
             except ValueError as error:
                 self._refuse(HTTPStatus.UNPROCESSABLE_ENTITY, str(error))
                 return
+            if cluster.refusal is not None:
+                code, message = cluster.refusal
+                self._refuse(HTTPStatus(code), message, "Forbidden")
+                return
             created = cluster.create(match["namespace"], pod)
             if created is None:
                 self._refuse(HTTPStatus.CONFLICT, "the name is taken", "AlreadyExists")

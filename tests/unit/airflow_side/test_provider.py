@@ -25,7 +25,7 @@ def test_fits_airflows_schema(info):
 
 
 def test_every_module_it_names_is_there(info):
-    for integration in info["operators"]:
+    for integration in [*info["operators"], *info["triggers"]]:
         for module in integration["python-modules"]:
             importlib.import_module(module)
 

@@ -371,6 +371,29 @@ def test_a_pod_that_is_stuck_for_a_moment_only(task: Callable[..., Task], argume
     assert len(cluster.launched) == 1
 
 
+@pytest.mark.parametrize("deferrable", [False, True])
+@pytest.mark.parametrize(
+    ("refusal", "error", "message"),
+    [
+        ((403, "exceeded quota: gpus, used: 16, limited: 16"), WorkerLostError, "quota is used up: .*Kueue"),
+        ((403, 'violates PodSecurity "restricted:latest"'), SpecError, "refuses the pod: .*PodSecurity"),
+        ((422, "spec.containers[0].image: Required value"), SpecError, "refuses the pod: .*Required value"),
+    ],
+)
+def test_pods_that_the_cluster_refuses(
+    task: Callable[..., Task],
+    deferrable: bool,
+    refusal: tuple[int, str],
+    error: type[Exception],
+    message: str,
+) -> None:
+    made = task()
+    made.kube.cluster.refusal = refusal
+
+    with pytest.raises(error, match=message):
+        made.operator(deferrable=deferrable).execute(made.context())
+
+
 def test_no_node_in_time(task: Callable[..., Task]) -> None:
     made = task()
     made.kube.cluster.hold()
