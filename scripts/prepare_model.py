@@ -59,6 +59,12 @@ def write_minilm(folder: Path) -> None:
         archive.extractall(folder)
 
 
+def _open_to_all(folder: Path) -> None:
+    """Let other users read: an image's worker runs as one. Temporary folders and safetensors are private."""
+    for path in (folder, *folder.rglob("*")):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+
+
 def prepare(target: Path, write: Callable[[Path], None]) -> None:
     """Write a model beside `target`, then rename it into place; do nothing if it is there."""
     if target.is_dir():
@@ -68,7 +74,7 @@ def prepare(target: Path, write: Callable[[Path], None]) -> None:
     unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
         write(unfinished)
-        unfinished.chmod(0o755)
+        _open_to_all(unfinished)
         os.rename(unfinished, target)
     except OSError:
         if not target.is_dir():  # else another process was first, with the same content
