@@ -47,7 +47,7 @@ def random_adapter(folder: Path, rank: int = 8) -> str:
             key = f"base_model.model.model.layers.{layer}.self_attn.{name}"
             shapes = {"lora_A": (rank, hidden), "lora_B": (width, rank)}
             tensors |= {
-                f"{key}.{half}.weight": random.normal(0, 0.05, shape).astype(np.float32)
+                f"{key}.{half}.weight": random.normal(0, 0.1, shape).astype(np.float32)
                 for half, shape in shapes.items()
             }
     config = {

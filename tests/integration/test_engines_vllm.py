@@ -133,7 +133,11 @@ class TestGenerate:
         assert all(r.cached_tokens >= 256 for r in results.values())
 
     def test_an_adapter_changes_the_answers(self, generating: VllmEngine, tmp_path: Path) -> None:
-        model = {"name": str(MODELS / "smollm2"), "engine": ENGINE, "adapter": random_adapter(tmp_path)}
+        model = {
+            "name": str(MODELS / "smollm2"),
+            "engine": ENGINE,
+            "adapter": random_adapter(tmp_path, rank=24),
+        }
         adapted = job(model)
         generating.submit(requests(job(), TEXTS[:4]))
         plain = completed(collect(generating, 4))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from airflow_batchinfer.errors import SpecError
 from airflow_batchinfer.run.fingerprint import RESULT_NEUTRAL_ENGINE_OPTIONS, fingerprint_fields
 from airflow_batchinfer.spec import JobSpec
-from tests.integration.engine_jobs import MODELS, job
+from tests.integration.engine_jobs import MODELS, job, random_adapter
 
 pytestmark = pytest.mark.worker_env
 
@@ -32,6 +33,7 @@ FOLLOWS_FROM = {
     "runner": "task.type",
     "enable_lora": "model.adapter",
     "max_loras": "model.adapter",
+    "max_lora_rank": "model.adapter",
     "structured_outputs_config": "task.compact",
     # of a request
     "structured_outputs": "task.type",
@@ -51,7 +53,13 @@ NEUTRAL_OF_A_REQUEST = {"output_kind", "output_text_buffer_length"}
 """The latter follows from `stop`."""
 
 
-def spec_of(task: str) -> JobSpec:
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A LoRA adapter of a rank that vLLM makes no room for by itself."""
+    return random_adapter(tmp_path_factory.mktemp("adapter"), rank=24)
+
+
+def spec_of(task: str, adapter: str) -> JobSpec:
     sampling = {
         "max_tokens": 7,
         "temperature": 0.5,
@@ -64,7 +72,7 @@ def spec_of(task: str) -> JobSpec:
         "stop": ["x"],
         "seed": 5,
     }
-    return job({"name": str(MODELS / "smollm2"), "adapter": "a"}, task=TASKS[task], sampling=sampling)
+    return job({"name": str(MODELS / "smollm2"), "adapter": adapter}, task=TASKS[task], sampling=sampling)
 
 
 def differing(given: Any, default: Any) -> set[str]:
@@ -87,23 +95,39 @@ def assert_covered(names: set[str], spec: JobSpec) -> None:
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_engine_arguments(task: str) -> None:
+def test_engine_arguments(task: str, adapter: str) -> None:
     from vllm.engine.arg_utils import EngineArgs
 
     from airflow_batchinfer.worker.engines.vllm_options import engine_arguments
 
-    spec = spec_of(task)
+    spec = spec_of(task, adapter)
     given, default = engine_arguments(spec), EngineArgs(model=spec.model.name)
     assert_covered(differing(given, default) - RESULT_NEUTRAL_ENGINE_OPTIONS, spec)
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_parameters_of_a_request(task: str) -> None:
+def test_parameters_of_a_request(task: str, adapter: str) -> None:
     from airflow_batchinfer.worker.engines.vllm_parameters import Parameters
 
-    spec = spec_of(task)
+    spec = spec_of(task, adapter)
     given = Parameters(spec).of_seed(spec.sampling.seed)
     assert_covered(differing(given, type(given)()) - NEUTRAL_OF_A_REQUEST, spec)
+
+
+def test_an_adapter_gets_room_for_its_rank_or_is_a_spec_error(adapter: str, tmp_path: Path) -> None:
+    from airflow_batchinfer.worker.engines.vllm_options import engine_arguments
+
+    def arguments(adapter: str, **engine: Any) -> Any:
+        model = {"name": str(MODELS / "smollm2"), "adapter": adapter, "engine": engine}
+        return engine_arguments(job(model))
+
+    assert arguments(adapter).max_lora_rank == 32
+    assert arguments(adapter, max_lora_rank=64).max_lora_rank == 64
+    with pytest.raises(SpecError, match=r"model\.adapter: .* is no LoRA adapter that can be read"):
+        arguments(str(tmp_path / "nothing"))
+    (tmp_path / "adapter_config.json").write_text('{"r": 8, "rank_pattern": {"q_proj": 600}}')
+    with pytest.raises(SpecError, match=r"model\.adapter: vLLM takes ranks up to 512, this is of 600"):
+        arguments(str(tmp_path))
 
 
 def test_what_is_called_neutral_exists() -> None:

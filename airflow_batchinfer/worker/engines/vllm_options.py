@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from typing import Any
+import json
+from pathlib import Path
+from typing import Any, get_args
 
 import vllm
 import vllm.config
 from huggingface_hub.errors import HFValidationError
 from vllm.config import VllmConfig
+from vllm.config.lora import MaxLoRARanks
 from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.utils import get_adapter_absolute_path
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.structured_output.backend_xgrammar import has_xgrammar_unsupported_json_features
 
@@ -63,7 +67,7 @@ def engine_arguments(spec: JobSpec) -> EngineArgs:
     options: dict[str, Any] = {"disable_log_stats": True}
     options["runner"] = "pooling" if isinstance(spec.task, EmbedTask) else "generate"
     if model.adapter is not None:
-        options |= {"enable_lora": True, "max_loras": 1}
+        options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": _room_for(model.adapter)}
     options |= model.engine
     if isinstance(spec.task, JsonTask):
         options[_GRAMMAR] = _json_grammar(spec.task, options.get(_GRAMMAR) or {})
@@ -82,6 +86,23 @@ def engine_arguments(spec: JobSpec) -> EngineArgs:
         raise SpecError(f"model.name: `{model.name}` cannot be loaded: {error}") from error
     except (TypeError, ValueError) as error:
         raise SpecError(f"model.engine: {error}") from error
+
+
+def _room_for(adapter: str) -> int:
+    """The least rank vLLM can make room for that is enough for a LoRA adapter; a larger one kills its engine.
+
+    Raises:
+        SpecError: there is no such adapter, or its rank is above all that vLLM takes.
+    """
+    try:
+        folder = Path(get_adapter_absolute_path(adapter))
+        config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+        rank = max([config["r"], *(config.get("rank_pattern") or {}).values()])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SpecError(f"model.adapter: `{adapter}` is no LoRA adapter that can be read: {error}") from error
+    if room := [known for known in get_args(MaxLoRARanks) if known >= rank]:
+        return int(min(room))
+    raise SpecError(f"model.adapter: vLLM takes ranks up to {max(get_args(MaxLoRARanks))}, this is of {rank}")
 
 
 def _json_grammar(task: JsonTask, given: Any) -> dict[str, Any]:
