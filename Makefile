@@ -24,7 +24,7 @@ help:  ## show this
 demo: envs models  ## run the sample job through a real Airflow and a real vLLM (KEEP=1 leaves Airflow up)
 	@$(AIRFLOW)/bin/python -m scripts.demo
 
-tour: envs models  ## after the demo: a replay of its dead letters, and three nights of an incremental job
+tour: envs models  ## after the demo: a replay, three nights of an incremental job, and the gates at work
 	@$(AIRFLOW)/bin/python -m scripts.tour
 
 demo-stop: $(AIRFLOW).stamp  ## stop the Airflow that KEEP=1 left up

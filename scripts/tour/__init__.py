@@ -1,0 +1,1 @@
+"""The tour: see `__main__`."""
