@@ -46,8 +46,8 @@ def broken(api: AirflowApi, store: LocalStore) -> None:
     expected = forecast.tokens.expected if forecast else 0.0
     spent = report.pilot.spent_tokens
     print(
-        f"  paid: {spent:,} tokens for {report.pilot.profile.rows} rows; the whole run would have taken about "
-        f"{expected:,.0f}: {expected - spent:,.0f} were saved"
+        f"  paid: {spent:,} tokens for {report.pilot.profile.rows} rows; a whole run takes about "
+        f"{expected:,.0f}: {expected - spent:,.0f} are saved"
     )
 
 
