@@ -16,10 +16,10 @@ from airflow_batchinfer.run.layout import RunLayout, run_dir
 from airflow_batchinfer.run.plan import InputFile, InputSnapshot, Plan, PlannedShard
 from airflow_batchinfer.run.shard import rows_schema
 from airflow_batchinfer.spec import JobSpec
-from airflow_batchinfer.store import LocalStore
+from airflow_batchinfer.store import open_store
 
 
-def job(store: Path, **overrides: Any) -> JobSpec:
+def job(store: Path | str, **overrides: Any) -> JobSpec:
     """A job over a column `text` with an instant engine; `overrides` replace whole fields."""
     fields: dict[str, Any] = {
         "name": "job",
@@ -41,7 +41,7 @@ def plan_run(
         shards: the texts of each shard.
         copies: by row id, how many other input rows take this row's answer.
     """
-    store = LocalStore(spec.store)
+    store = open_store(spec.store, spec.storage_options)
     folder = run_dir(spec.name, "run")
     layout, epoch = RunLayout(folder), new_epoch()
     schema = rows_schema(pa.struct([("text", pa.string())]), None)

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -24,6 +25,9 @@ from airflow_batchinfer.store import LocalStore
 VARIABLE = "BATCHINFER_CHAOS"
 
 WRITES = ("write_bytes", "put_file", "delete")
+
+TABLE = "table"
+"""Name of a commit to a Delta table as an operation."""
 
 
 @dataclass(frozen=True)
@@ -63,36 +67,70 @@ class Fault:
 
 def install(fault: Fault) -> None:
     """Arm the fault in this process."""
+    _hurry_s3()
     if fault.skew_seconds:
         _skew(fault.skew_seconds)
     seen = 0
     pattern = re.compile(fault.key)
 
+    def around(name: str, key: str, act: Callable[[], Any], strike: Callable[[], None]) -> Any:
+        nonlocal seen
+        if name not in fault.operations or not pattern.search(key):
+            return act()
+        seen += 1
+        struck = fault.nth <= seen < fault.nth + fault.times
+        if struck and fault.when == "before":
+            strike()
+        result = act()
+        if struck and fault.when == "after":
+            strike()
+        return result
+
     def wrapped(name: str, inner: Callable[..., Any]) -> Callable[..., Any]:
         def operation(store: LocalStore, *arguments: Any) -> Any:
-            nonlocal seen
             key = str(arguments[1] if name == "put_file" else arguments[0])
-            if name not in fault.operations or not pattern.search(key):
-                return inner(store, *arguments)
-            seen += 1
-            struck = fault.nth <= seen < fault.nth + fault.times
-            if struck and fault.when == "before":
-                _strike(fault, store, name, arguments)
-            result = inner(store, *arguments)
-            if struck and fault.when == "after":
-                _strike(fault, store, name, arguments)
-            return result
+            return around(
+                name,
+                key,
+                lambda: inner(store, *arguments),
+                lambda: _strike(fault, store, name, arguments),
+            )
 
         return operation
 
     for name in ("write_bytes", "put_file", "delete", "read_bytes", "list"):
         setattr(LocalStore, name, wrapped(name, getattr(LocalStore, name)))
+    if TABLE in fault.operations:
+        _wrap_table_writes(fault, around)
+
+
+def _hurry_s3() -> None:
+    """Retries that give up in seconds, and uploads in parts of the least size that S3 takes."""
+    from airflow_batchinfer.store import s3
+
+    s3._MAX_ATTEMPTS = 3
+    s3._MULTIPART_BYTES = 5 * 1024 * 1024
+
+
+def _wrap_table_writes(fault: Fault, around: Callable[..., Any]) -> None:
+    """delta-rs writes tables by itself, past the store: each of its commits is one operation."""
+    from airflow_batchinfer.pipeline import tables
+
+    def wrapped(inner: Callable[..., Any]) -> Callable[..., Any]:
+        def operation(*arguments: Any) -> Any:
+            strike = partial(_strike, fault, None, TABLE, arguments)
+            return around(TABLE, TABLE, lambda: inner(*arguments), strike)
+
+        return operation
+
+    for name in ("_create", "_write"):
+        setattr(tables, name, wrapped(getattr(tables, name)))
 
 
 _ERRORS = {"enospc": errno.ENOSPC, "eio": errno.EIO, "eacces": errno.EACCES}
 
 
-def _strike(fault: Fault, store: LocalStore, name: str, arguments: tuple[Any, ...]) -> None:
+def _strike(fault: Fault, store: LocalStore | None, name: str, arguments: tuple[Any, ...]) -> None:
     match fault.do:
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -101,7 +139,7 @@ def _strike(fault: Fault, store: LocalStore, name: str, arguments: tuple[Any, ..
         case "slow":
             time.sleep(0.5)
         case "torn":
-            if name == "write_bytes":
+            if name == "write_bytes" and store is not None:
                 path = Path(store.uri_of(arguments[0]))
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(arguments[1][: len(arguments[1]) // 2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import random
 import shutil
 import signal
@@ -9,14 +10,16 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 from airflow_batchinfer.errors import BatchInferError, ExitCode
 from airflow_batchinfer.run.commit import chosen_commit
-from tests.chaos.injection import WRITES, Fault
-from tests.chaos.oracle import Account, tables
-from tests.chaos.run import ROWS, ChaosRun, suspended, wake
+from airflow_batchinfer.run.layout import RunLayout, run_dir
+from tests.chaos.injection import TABLE, WRITES, Fault
+from tests.chaos.oracle import Account, durable_rows, tables
+from tests.chaos.run import ROWS, ChaosRun, paid_in, suspended, wake
+from tests.chaos.s3 import s3_cases
 
 CaseFunction = Callable[[Path], Account]
 
@@ -71,6 +74,7 @@ def cases(*, random_kills: int, seed: int = 20261129) -> Iterator[Case]:
     yield from _reclaims()
     yield from _two_attempts()
     yield from _storage()
+    yield from s3_cases()
     yield from _flips(seed)
     yield from _engines()
     yield from _publishing()
@@ -137,6 +141,10 @@ def _reclaims() -> Iterator[Case]:
             (partial(_reclaim, grace),),
         )
 
+    yield Case(
+        "SIGKILL of the task's own process", "after 30 answers; its worker lives on", (_kill_task, _kill_task)
+    )
+
 
 def _reclaim(grace: float, folder: Path) -> Account:
     checkpoint = {"rows": 1000, "seconds": 60.0, "grace_seconds": grace, "progress_seconds": 0.1}
@@ -151,6 +159,19 @@ def _reclaim(grace: float, folder: Path) -> Account:
     # Nothing that was answered before the end may be paid again, grace or not: it was flushed.
     run.finish()
     assert max(run.paid_rows().values()) == 1, "a row that was answered before SIGTERM was paid again"
+    return run.account()
+
+
+def _kill_task(folder: Path) -> Account:
+    """The worker is not told: it notices that its parent is gone, and leaves as on SIGTERM."""
+    run = ChaosRun(folder, engine={"delay_seconds": 0.05})
+    task = run.start(what="task")
+    run.wait_until(lambda: len(run.paid_rows()) >= 30, task)
+    task.kill()
+    run.wait(task)
+    run.wait_until(lambda: run.left() == "reclaimed")
+    assert run.durable() >= set(run.paid_rows()), "an answer that was paid for is not durable"
+    run.finish()
     return run.account()
 
 
@@ -313,6 +334,22 @@ def _publishing() -> Iterator[Case]:
             for when in ("before", "after")
         ),
     )
+    for what, writes in (("reconcile", _LEDGER_WRITES), ("merge", _MERGE_WRITES)):
+        yield Case(
+            f"SIGKILL of {what}",
+            "before and after every write, those to the tables included, then run again",
+            tuple(
+                partial(_kill_at_write, what, nth, when)
+                for nth in range(1, writes + 1)
+                for when in ("before", "after")
+            ),
+        )
+        yield Case(f"{what} has no more writes than those", "", (partial(_no_more_writes, what, writes),))
+    yield Case(
+        "SIGKILL of a replay",
+        f"before each of its first {_REPLAY_WRITES} writes (plan, worker, ledger, tables), then run again",
+        tuple(partial(_kill_replay, nth) for nth in range(1, _REPLAY_WRITES + 1)),
+    )
     yield Case("two merges at once", "started together, twice", (_two_merges, _two_merges))
 
 
@@ -326,6 +363,61 @@ def _kill_publishing(what: str, nth: int, when: str, folder: Path) -> Account:
         run.wait(run.start(what="reconcile"))
     run.wait(run.start(Fault("kill", operations=_ANY, nth=nth, when=when), what))  # type: ignore[arg-type]
     return run.account()
+
+
+_LEDGER_WRITES = 1
+_MERGE_WRITES = 6
+"""Two tables made and written, the note of what was merged, the job's note of published runs."""
+_REPLAY_WRITES = 24
+
+
+@cache
+def _committed_run() -> ChaosRun:
+    """A run with a dead row, committed; shared by cases that copy it."""
+    texts = [f"row number {i}" for i in range(ROWS)]
+    for row in (7, 70):
+        texts[row] += " <<refuse>>"
+    run = ChaosRun(Path(tempfile.mkdtemp(prefix="chaos-")), texts)
+    atexit.register(shutil.rmtree, run.folder, ignore_errors=True)
+    run.finish()
+    return run
+
+
+@cache
+def _published_run() -> ChaosRun:
+    run = _committed_run().copied_to(Path(tempfile.mkdtemp(prefix="chaos-")))
+    atexit.register(shutil.rmtree, run.folder, ignore_errors=True)
+    assert run.account().dead == {"engine_refused": 2}
+    return run
+
+
+def _kill_at_write(what: str, nth: int, when: str, folder: Path) -> Account:
+    run = _committed_run().copied_to(folder)
+    if what == "merge":
+        assert run.wait(run.start(what="reconcile")) == 0
+    fault = Fault("kill", operations=(*WRITES, TABLE), nth=nth, when=when)  # type: ignore[arg-type]
+    assert run.wait(run.start(fault, what)) == -signal.SIGKILL, "the fault never struck"
+    return run.account()
+
+
+def _no_more_writes(what: str, writes: int, folder: Path) -> Account:
+    run = _committed_run().copied_to(folder)
+    if what == "merge":
+        assert run.wait(run.start(what="reconcile")) == 0
+    fault = Fault("kill", operations=(*WRITES, TABLE), nth=writes + 1)
+    assert run.wait(run.start(fault, what)) == 0, "there is a write that no case strikes"
+    return run.account()
+
+
+def _kill_replay(nth: int, folder: Path) -> Account:
+    run = _published_run().copied_to(folder)
+    replay, log = RunLayout(run_dir(run.plan.job, "replay")), folder / "replay.tsv"
+    run.wait(run.start(Fault("kill", operations=(*WRITES, TABLE), nth=nth), "replay"))
+    durable, before = durable_rows(run.store, replay, 0), paid_in(log)
+    assert run.wait(run.start(what="replay")) == 0, f"the replay cannot go on; log: {folder / 'log.txt'}"
+    found = tables(run.store, run.plan, sum((paid_in(log) - before)[row] for row in durable))
+    assert found.dead == {}, f"rows that the replay left dead: {found.dead}"
+    return found
 
 
 def _two_merges(folder: Path) -> Account:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import io
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from airflow_batchinfer.run.layout import DEAD_LETTERS, RunLayout, results_table
 from airflow_batchinfer.run.plan import Plan
-from airflow_batchinfer.store import LocalStore
+from airflow_batchinfer.store import Store
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Account:
     dead: dict[str, int]
 
 
-def account(store: LocalStore, plan: Plan, paid_twice: int) -> Account:
+def account(store: Store, plan: Plan, paid_twice: int) -> Account:
     """Reconcile and merge, then count every input row in the two tables."""
     from airflow_batchinfer.pipeline.merge import merge
     from airflow_batchinfer.pipeline.reconcile import reconcile
@@ -40,19 +41,21 @@ def account(store: LocalStore, plan: Plan, paid_twice: int) -> Account:
     return tables(store, plan, paid_twice)
 
 
-def tables(store: LocalStore, plan: Plan, paid_twice: int = 0) -> Account:
+def tables(store: Store, plan: Plan, paid_twice: int = 0) -> Account:
     """Count every input row in the tables as they are."""
-    from deltalake import DeltaTable
+    from airflow_batchinfer.pipeline.tables import dataset_of, open_table
 
     seen: Counter[int] = Counter()
     dead: Counter[str] = Counter()
     for key in (results_table(plan.job), DEAD_LETTERS):
-        if not Path(store.uri_of(key), "_delta_log").is_dir():
+        opened = open_table(store, key)
+        if opened is None:
             continue
-        table = pa.table(DeltaTable(store.uri_of(key)).to_pyarrow_table())
-        seen.update(table.column("row_id").to_pylist())
+        table = dataset_of(store, key, opened).to_table()
         if key == DEAD_LETTERS:
+            table = table.filter(pc.not_equal(table["status"], "resolved"))  # those stand in the results
             dead.update(table.column("reason").to_pylist())
+        seen.update(table.column("row_id").to_pylist())
     rows = range(plan.input.rows)
     assert set(seen) <= set(rows), f"rows that were never in the input: {sorted(set(seen) - set(rows))}"
     return Account(
@@ -63,13 +66,14 @@ def tables(store: LocalStore, plan: Plan, paid_twice: int = 0) -> Account:
     )
 
 
-def durable_rows(store: LocalStore, layout: RunLayout, shard: int) -> set[int]:
+def durable_rows(store: Store, layout: RunLayout, shard: int) -> set[int]:
     """Rows that stand in a readable part of any attempt."""
     found: set[int] = set()
     for info in store.list(layout.shard(shard)):
         if "/part-" in info.key:
             try:
-                found.update(pq.read_table(store.uri_of(info.key), columns=["row_id"]).column(0).to_pylist())
+                table = pq.read_table(io.BytesIO(store.read_bytes(info.key)), columns=["row_id"])
+                found.update(table.column(0).to_pylist())
             except (pa.ArrowException, OSError):
                 continue
     return found

@@ -8,9 +8,11 @@ from __future__ import annotations
 import http.client
 import socket
 import struct
+import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -38,9 +40,11 @@ class FaultyProxy:
         self._lock = threading.Lock()
         self.requests: list[tuple[str, str, dict[str, str]]] = []
         """Method, path and headers (lower case) of every request."""
+        self.rule: Callable[[str, str], Fault | None] = lambda method, path: None
+        """The fault for a method and a path where none is in the queue."""
         self.made: list[Fault] = []
         """Faults that were made."""
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
+        self._server = _Server(("127.0.0.1", 0), _handler(self))
         self._server.daemon_threads = True
         self.endpoint_url = f"http://127.0.0.1:{self._server.server_port}"
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
@@ -57,14 +61,17 @@ class FaultyProxy:
         with self._lock:
             self._faults.extend((fault, method) for fault in faults)
 
-    def take(self, method: str) -> Fault | None:
-        """The fault for a request of this method, if one is due."""
+    def take(self, method: str, path: str) -> Fault | None:
+        """The fault for a request, if one is due."""
         with self._lock:
+            fault: Fault | None
             if self._faults and self._faults[0][1] in ("", method):
                 fault = self._faults.popleft()[0]
+            else:
+                fault = self.rule(method, path)
+            if fault is not None:
                 self.made.append(fault)
-                return fault
-            return None
+            return fault
 
     def forward(self, method: str, path: str, headers: dict[str, str], body: bytes) -> Any:
         """The server's answer, read whole: status, headers, body."""
@@ -75,6 +82,13 @@ class FaultyProxy:
             return answer.status, answer.getheaders(), answer.read()
         finally:
             connection.close()
+
+
+class _Server(ThreadingHTTPServer):
+    def handle_error(self, *where: Any) -> None:
+        """A client that goes away, as a killed one does, is no news."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(*where)
 
 
 def _handler(proxy: FaultyProxy) -> type[BaseHTTPRequestHandler]:
@@ -93,7 +107,7 @@ def _handler(proxy: FaultyProxy) -> type[BaseHTTPRequestHandler]:
                 self.send_response_only(100)
                 self.end_headers()
             body = self.rfile.read(int(headers.get("content-length") or 0))
-            fault = proxy.take(self.command)
+            fault = proxy.take(self.command, self.path)
             match fault:
                 case "503" | "500" | "429":
                     self._answer(int(fault), [], b"")

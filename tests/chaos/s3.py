@@ -1,0 +1,151 @@
+"""Faults of an S3 server: a proxy makes them, between the victim and a server that works."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from airflow_batchinfer.errors import ExitCode, StoreError
+from airflow_batchinfer.pipeline.split import newest_plan
+from airflow_batchinfer.store import open_store
+from tests.chaos.oracle import Account
+from tests.chaos.run import NO_FAULT, ChaosRun, chaos_job, start_victim
+from tests.s3 import FaultyProxy, MotoServer
+from tests.s3.proxy import Fault as S3Fault
+
+if TYPE_CHECKING:
+    from tests.chaos.matrix import Case
+
+_URI = "s3://batch/store"
+_WRITE_FAULTS: tuple[S3Fault, ...] = ("500", "503", "slowdown", "429", "reset", "short", "drop_after", "slow")
+_READ_FAULTS: tuple[S3Fault, ...] = ("500", "slowdown", "reset", "partial", "short")
+_BIG_ROWS = 40
+_TASK_RETRIES = 5
+
+
+def s3_cases() -> Iterator[Case]:
+    """Storage errors on S3."""
+    from tests.chaos.matrix import Case
+
+    for method, faults in (("PUT", _WRITE_FAULTS), ("GET", _READ_FAULTS)):
+        what = "write" if method == "PUT" else "read"
+        yield Case(
+            f"S3 fails each {what} once",
+            f"the first {method} of each object: {', '.join(faults)}",
+            tuple(partial(_once_each, method, fault) for fault in faults),
+        )
+    yield Case(
+        "S3 throttles for long",
+        "503 SlowDown on parts and commits from the second part on, until the worker gives up",
+        (_throttled,),
+    )
+    yield Case(
+        "a multipart upload breaks off",
+        "at its second piece: an error, SIGKILL of split",
+        (partial(_multipart, False), partial(_multipart, True)),
+    )
+
+
+@contextmanager
+def _server(folder: Path) -> Iterator[FaultyProxy]:
+    """A server behind a proxy, and the environment in which boto3 finds it."""
+    with MotoServer(folder / "server") as server, FaultyProxy(server.endpoint_url) as proxy:
+        found = dict(os.environ)
+        os.environ.update(server.credentials | {"AWS_ENDPOINT_URL_S3": proxy.endpoint_url})
+        try:
+            yield proxy
+        finally:
+            os.environ.clear()
+            os.environ.update(found)
+
+
+def _once_each(method: str, fault: S3Fault, folder: Path) -> Account:
+    with _server(folder) as proxy:
+        run = ChaosRun(folder, store=_URI)
+        seen: set[str] = set()
+
+        def rule(asked: str, path: str) -> S3Fault | None:
+            first = asked == method and path not in seen
+            seen.add(path)
+            return fault if first else None
+
+        proxy.rule = rule
+        code = run.attempt()
+        assert proxy.made, "the fault never struck"
+        assert code == ExitCode.COMMITTED, f"exit {code}; log: {folder / 'log.txt'}"
+        return _with_task_retries(run)
+
+
+def _with_task_retries(run: ChaosRun) -> Account:
+    """delta-rs does not ask again whether a commit went through whose answer was lost: the task fails, and
+    Airflow runs it again."""
+    for _ in range(_TASK_RETRIES):
+        with suppress(StoreError):
+            return run.account()
+    return run.account()
+
+
+def _throttled(folder: Path) -> Account:
+    with _server(folder) as proxy:
+        run = ChaosRun(folder, store=_URI)
+
+        def rule(method: str, path: str) -> S3Fault | None:
+            late = "part-" in path and "part-00000" not in path
+            return "slowdown" if method == "PUT" and (late or "commit.json" in path) else None
+
+        proxy.rule = rule
+        code = run.attempt()
+        assert code == ExitCode.STORE_FAILED, f"exit {code}; log: {folder / 'log.txt'}"
+        proxy.rule = _no_fault
+        run.finish()
+        return run.account()
+
+
+def _multipart(kills: bool, folder: Path) -> Account:
+    """The rows file goes up in pieces; half of it must be nothing to any reader, and no hindrance."""
+    pq.write_table(
+        pa.table({"text": [secrets.token_hex(256 * 1024) for _ in range(_BIG_ROWS)]}), folder / "in.parquet"
+    )
+    with _server(folder) as proxy:
+        spec = chaos_job(folder, _URI, input={"path": str(folder / "in.parquet")})
+        (folder / "job.yaml").write_text(spec.to_yaml())
+        split = start_victim(folder, NO_FAULT, "split", [str(folder / "job.yaml")])
+        proxy.rule = _at_second_piece(split, kills)
+        code = split.wait(60)
+        assert proxy.made, "nothing was uploaded in pieces"
+        assert code == (-signal.SIGKILL if kills else 1), f"exit {code}; log: {folder / 'log.txt'}"
+        proxy.rule = _no_fault
+        store = open_store(spec.store)
+        left = [info.key for info in store.list(f"{spec.name}/runs")]
+        assert not left, f"half an upload can be seen: {left}"
+        assert start_victim(folder, NO_FAULT, "split", [str(folder / "job.yaml")]).wait(60) == 0
+        plan = newest_plan(store, spec.name, "run")
+        assert plan is not None
+        run = ChaosRun(folder, plan=plan)
+        run.finish()
+        return run.account()
+
+
+def _at_second_piece(process: subprocess.Popen[bytes], kills: bool) -> Callable[[str, str], S3Fault | None]:
+    def rule(method: str, path: str) -> S3Fault | None:
+        if method != "PUT" or "partNumber=2" not in path:
+            return None
+        if kills:
+            process.kill()
+        return "reset"
+
+    return rule
+
+
+def _no_fault(method: str, path: str) -> S3Fault | None:
+    return None
