@@ -17,7 +17,7 @@ from deltalake.exceptions import DeltaError
 from pydantic import Field
 
 from airflow_batchinfer.errors import CorruptError, StoreError
-from airflow_batchinfer.pipeline.tables import open_table
+from airflow_batchinfer.pipeline.tables import delta_words, open_table
 from airflow_batchinfer.pipeline.verdict import Verdict
 from airflow_batchinfer.run.commit import commits_of
 from airflow_batchinfer.run.document import Document
@@ -111,7 +111,7 @@ def vacuum_tables(
                 table.vacuum(retention_hours=hours, dry_run=dry_run, enforce_retention_duration=False)
             )
         except (DeltaError, OSError) as error:
-            raise StoreError(f"cannot vacuum {store.uri_of(key)}: {error}") from error
+            raise StoreError(f"cannot vacuum {store.uri_of(key)}: {delta_words(error)}") from error
     return Removed(objects=removed)
 
 

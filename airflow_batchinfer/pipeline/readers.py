@@ -31,6 +31,7 @@ from deltalake.exceptions import DeltaError
 from airflow_batchinfer.errors import InputError
 from airflow_batchinfer.pipeline.duck import MEMORY_LIMIT, scalar, sql_name, sql_text
 from airflow_batchinfer.pipeline.inputs import FoundFile, FoundTable, find_input
+from airflow_batchinfer.pipeline.tables import delta_words
 from airflow_batchinfer.run.parquet import UNREADABLE
 from airflow_batchinfer.run.plan import InputFile
 from airflow_batchinfer.spec import InputSpec
@@ -184,7 +185,7 @@ class DeltaReader:
             filesystem, root = found.store.filesystem()
             self._dataset = table.to_pyarrow_dataset(filesystem=pa.fs.SubTreeFileSystem(root, filesystem))
         except (DeltaError, OSError, NotImplementedError, ValueError) as error:
-            raise InputError(f"{found.uri} cannot be read as a Delta table: {error}") from error
+            raise InputError(f"{found.uri} cannot be read as a Delta table: {delta_words(error)}") from error
         self._fragments = sorted(self._dataset.get_fragments(), key=lambda f: str(f.path))
         self.schema = self._dataset.schema.remove_metadata()
         sizes = pa.table(table.get_add_actions(flatten=True))["size_bytes"]

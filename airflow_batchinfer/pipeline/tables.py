@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -53,7 +54,7 @@ def open_table(store: Store, key: str) -> DeltaTable | None:
     except TableNotFoundError:
         return None
     except (DeltaError, OSError, ValueError) as error:
-        raise StoreError(f"cannot read the table {store.uri_of(key)}: {error}") from error
+        raise StoreError(f"cannot read the table {store.uri_of(key)}: {delta_words(error)}") from error
 
 
 def table_dataset(store: Store, key: str) -> ds.Dataset:
@@ -92,13 +93,14 @@ def publish(store: Store, key: str, publication: Publication) -> int:
         except CommitFailedError as error:
             if attempt == _ATTEMPTS:
                 raise StoreError(
-                    f"cannot commit to {uri}: others kept writing the same rows ({error}); run it again"
+                    f"cannot commit to {uri}: others kept writing the same rows ({delta_words(error)}); "
+                    "run it again"
                 ) from error
             time.sleep(random.uniform(0.1, 0.5) * attempt)
         except BatchInferError:
             raise
         except Exception as error:  # delta-rs has no common base for what it raises
-            raise StoreError(f"cannot write the table {uri}: {error}") from error
+            raise StoreError(f"cannot write the table {uri}: {delta_words(error)}") from error
         else:
             written = open_table(store, key)
             assert written is not None
@@ -123,7 +125,7 @@ def _create(store: Store, key: str, publication: Publication) -> DeltaTable:
         failure = error
     table = open_table(store, key)
     if table is None:
-        raise StoreError(f"cannot create the table {uri}: {failure}") from failure
+        raise StoreError(f"cannot create the table {uri}: {delta_words(failure)}") from failure
     return table
 
 
@@ -181,6 +183,12 @@ def _same(one: pa.DataType, other: pa.DataType) -> bool:
     if pa.types.is_map(one) and pa.types.is_map(other):
         return _same(one.key_type, other.key_type) and _same(one.item_type, other.item_type)
     return bool(one == other)
+
+
+def delta_words(error: BaseException | None) -> str:
+    """delta-rs's message in one line: it draws a tree of causes, in colours of a terminal."""
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).replace("↳", ":")
+    return re.sub(r"\s*:?\s*\n\s*:?\s*", ": ", plain.strip())
 
 
 def delta_type(kind: pa.DataType) -> pa.DataType:
