@@ -123,9 +123,13 @@ class AirflowApi:
 
     def tasks(self, dag_id: str, run_id: str) -> list[dict[str, Any]]:
         """The run's task instances, as the API gives them."""
-        path = f"/dags/{dag_id}/dagRuns/{quote(run_id, safe='')}/taskInstances?limit=1000"
-        found: list[dict[str, Any]] = self.call("GET", path)["task_instances"]
-        return found
+        path = f"/dags/{dag_id}/dagRuns/{quote(run_id, safe='')}/taskInstances"
+        found: list[dict[str, Any]] = []
+        while True:  # a page holds 100 at most, whatever is asked for
+            page = self.call("GET", path, params={"limit": 100, "offset": len(found), "order_by": "id"})
+            found += page["task_instances"]
+            if len(found) >= page["total_entries"] or not page["task_instances"]:
+                return found
 
     def states(self, dag_id: str, run_id: str) -> dict[str, str | None]:
         """State by task; mapped ones as `infer[3]`."""
