@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,7 +20,14 @@ from airflow_batchinfer.pipeline.streams import arrow_stream
 from airflow_batchinfer.store import Store
 
 _ATTEMPTS = 8
-"""Of one publication, when others commit to the same rows at the same time."""
+"""Of one publication, when others commit to the same rows at the same time, or the network breaks off."""
+
+_BROKEN_OFF = re.compile(r"error sending request|connection|timed? ?out", re.IGNORECASE)
+"""delta-rs on a network that failed in the middle of a commit: worth another try."""
+
+_TOKEN = "batchinferWrite"
+"""Key in a commit's metadata by which its writer knows it again."""
+_LOOKED_BACK = 20
 
 
 _ROW_GROUP_ROWS = 128 * 1024
@@ -85,11 +93,12 @@ def publish(store: Store, key: str, publication: Publication) -> int:
     """
     uri = store.uri_of(key)
     for attempt in range(1, _ATTEMPTS + 1):
-        table = open_table(store, key) or _create(store, key, publication)
-        _check_types(table, publication.schema, uri)
+        token = uuid.uuid4().hex
         try:
+            table = open_table(store, key) or _create(store, key, publication)
+            _check_types(table, publication.schema, uri)
             with arrow_stream(publication.schema, publication.batches(table)) as rows:
-                _write(table, publication, rows)
+                _write(table, publication, rows, token)
         except CommitFailedError as error:
             if attempt == _ATTEMPTS:
                 raise StoreError(
@@ -100,7 +109,12 @@ def publish(store: Store, key: str, publication: Publication) -> int:
         except BatchInferError:
             raise
         except Exception as error:  # delta-rs has no common base for what it raises
-            raise StoreError(f"cannot write the table {uri}: {delta_words(error)}") from error
+            landed = _version_with(store, key, token)
+            if landed is not None:
+                return landed
+            if attempt == _ATTEMPTS or not _BROKEN_OFF.search(str(error)):
+                raise StoreError(f"cannot write the table {uri}: {delta_words(error)}") from error
+            time.sleep(random.uniform(0.1, 0.5) * attempt)
         else:
             written = open_table(store, key)
             assert written is not None
@@ -125,11 +139,30 @@ def _create(store: Store, key: str, publication: Publication) -> DeltaTable:
         failure = error
     table = open_table(store, key)
     if table is None:
+        if failure is not None and _BROKEN_OFF.search(str(failure)):
+            raise failure
         raise StoreError(f"cannot create the table {uri}: {delta_words(failure)}") from failure
     return table
 
 
-def _write(table: DeltaTable, publication: Publication, rows: pa.RecordBatchReader) -> None:
+def _version_with(store: Store, key: str, token: str) -> int | None:
+    """The version that a write with this token made; none if it made none.
+
+    A connection that breaks off may do so after the server has acted, and delta-rs does not ask.
+    """
+    table = open_table(store, key)
+    newest = -1 if table is None else int(table.version())
+    for version in range(newest, max(-1, newest - _LOOKED_BACK), -1):
+        try:
+            commit = store.read_bytes(f"{key}/_delta_log/{version:020d}.json")
+        except FileNotFoundError:  # gone into a checkpoint
+            return None
+        if token.encode() in commit:
+            return version
+    return None
+
+
+def _write(table: DeltaTable, publication: Publication, rows: pa.RecordBatchReader, token: str) -> None:
     version = (table.transaction_version(publication.writer) or 0) + 1
     write_deltalake(
         table,
@@ -137,7 +170,9 @@ def _write(table: DeltaTable, publication: Publication, rows: pa.RecordBatchRead
         mode="overwrite",
         schema_mode="merge",
         predicate=" AND ".join(f"{_name(k)} = {_text(v)}" for k, v in publication.where(table).items()),
-        commit_properties=CommitProperties(app_transactions=[Transaction(publication.writer, version)]),
+        commit_properties=CommitProperties(
+            custom_metadata={_TOKEN: token}, app_transactions=[Transaction(publication.writer, version)]
+        ),
         writer_properties=WriterProperties(compression="ZSTD", max_row_group_size=_ROW_GROUP_ROWS),
     )
 

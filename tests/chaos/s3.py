@@ -7,7 +7,7 @@ import secrets
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from airflow_batchinfer.errors import ExitCode, StoreError
+from airflow_batchinfer.errors import ExitCode
 from airflow_batchinfer.pipeline.split import newest_plan
 from airflow_batchinfer.store import open_store
 from tests.chaos.oracle import Account
@@ -30,7 +30,6 @@ _URI = "s3://batch/store"
 _WRITE_FAULTS: tuple[S3Fault, ...] = ("500", "503", "slowdown", "429", "reset", "short", "drop_after", "slow")
 _READ_FAULTS: tuple[S3Fault, ...] = ("500", "slowdown", "reset", "partial", "short")
 _BIG_ROWS = 40
-_TASK_RETRIES = 5
 
 
 def s3_cases() -> Iterator[Case]:
@@ -83,16 +82,7 @@ def _once_each(method: str, fault: S3Fault, folder: Path) -> Account:
         code = run.attempt()
         assert proxy.made, "the fault never struck"
         assert code == ExitCode.COMMITTED, f"exit {code}; log: {folder / 'log.txt'}"
-        return _with_task_retries(run)
-
-
-def _with_task_retries(run: ChaosRun) -> Account:
-    """delta-rs does not ask again whether a commit went through whose answer was lost: the task fails, and
-    Airflow runs it again."""
-    for _ in range(_TASK_RETRIES):
-        with suppress(StoreError):
-            return run.account()
-    return run.account()
+        return run.account()
 
 
 def _throttled(folder: Path) -> Account:
