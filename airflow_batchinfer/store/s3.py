@@ -12,15 +12,17 @@ import random
 import re
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 import boto3
 import botocore.exceptions as boto
+import urllib3
 from boto3.s3.transfer import TransferConfig
 from botocore.config import Config
 
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
     import pyarrow.fs
     from botocore.credentials import ReadOnlyCredentials
     from mypy_boto3_s3 import S3Client
+
+T = TypeVar("T")
 
 _MAX_ATTEMPTS = 10
 """Of each request, in all; with the backoff this outlasts two minutes of throttling."""
@@ -101,7 +105,8 @@ class S3Store:
     def write_bytes(self, key: str, data: bytes) -> None:
         name = self._name(key)
         with store_errors("write", self.uri_of(key)):
-            self._client().put_object(Bucket=self._bucket, Key=name, Body=data, **self._put_arguments())
+            put = partial(self._client().put_object, Bucket=self._bucket, Key=name, Body=data)
+            _answered(partial(put, **self._put_arguments()))
 
     def put_file(self, source: Path, key: str) -> None:
         name = self._name(key)
@@ -126,7 +131,7 @@ class S3Store:
         name = self._name(key)
         try:
             with store_errors("look up", self.uri_of(key)):
-                self._client().head_object(Bucket=self._bucket, Key=name)
+                _answered(partial(self._client().head_object, Bucket=self._bucket, Key=name))
         except FileNotFoundError:
             return False
         return True
@@ -136,8 +141,11 @@ class S3Store:
         folder = self._folder(prefix)
         cut = len(self._folder(""))
         with store_errors("list", self.uri_of(prefix)):
-            pages = self._client().get_paginator("list_objects_v2")
-            for page in pages.paginate(Bucket=self._bucket, Prefix=folder):
+            ask = partial(self._client().list_objects_v2, Bucket=self._bucket, Prefix=folder)
+            more: str | None = ""
+            while more is not None:
+                page = _answered(partial(ask, ContinuationToken=more) if more else ask)
+                more = page.get("NextContinuationToken") if page.get("IsTruncated") else None
                 for item in page.get("Contents", []):
                     if item["Key"].endswith("/"):  # a folder's placeholder, as consoles make them
                         continue
@@ -147,7 +155,7 @@ class S3Store:
     def delete(self, key: str) -> None:
         name = self._name(key)
         with store_errors("delete", self.uri_of(key)):
-            self._client().delete_object(Bucket=self._bucket, Key=name)
+            _answered(partial(self._client().delete_object, Bucket=self._bucket, Key=name))
 
     def remove_unfinished(self, prefix: str, older_than: timedelta, *, dry_run: bool = False) -> int:
         begun_before = datetime.now(UTC) - older_than
@@ -295,6 +303,16 @@ class _Location:
     """With its port; none on AWS, where the region says it."""
     virtual: bool
     """Whether the bucket's name stands in the host name."""
+
+
+def _answered(ask: Callable[[], T]) -> T:
+    """The answer to a request that may be made twice: boto3 does not ask again where an answer breaks off."""
+    for attempt in range(1, _MAX_ATTEMPTS):
+        try:
+            return ask()
+        except urllib3.exceptions.HTTPError:
+            time.sleep(_backoff(attempt))
+    return ask()
 
 
 def _backoff(attempt: int) -> float:

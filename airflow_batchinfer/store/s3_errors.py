@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import botocore.exceptions as boto
+import urllib3
 from boto3.exceptions import Boto3Error
 
 from airflow_batchinfer.errors import StoreError
@@ -95,5 +96,7 @@ def store_errors(operation: str, uri: str) -> Iterator[None]:
         if code_of(error) in NOT_FOUND_CODES:
             raise FileNotFoundError(f"{uri} does not exist") from error
         raise StoreError(f"cannot {operation} {uri}: {explain(error)}") from error
+    except urllib3.exceptions.HTTPError as error:  # raised past botocore while it reads an answer
+        raise StoreError(f"cannot {operation} {uri}: the server's answer broke off: {error}") from error
     except (boto.BotoCoreError, Boto3Error) as error:
         raise StoreError(f"cannot {operation} {uri}: {explain(error)}") from error
