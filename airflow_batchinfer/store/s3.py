@@ -87,7 +87,7 @@ class S3Store:
         name = self._name(key)
         for attempt in range(1, _MAX_ATTEMPTS + 1):
             with store_errors("read", self.uri_of(key)):
-                answer = self._client().get_object(Bucket=self._bucket, Key=name)
+                answer = _answered(partial(self._client().get_object, Bucket=self._bucket, Key=name))
                 try:
                     data = answer["Body"].read()
                 except _BROKEN_BODY:

@@ -206,6 +206,17 @@ class TestTrouble:
         assert shaky.read_bytes("a") == bytes(1000)
         assert proxy.made == ["partial", "partial"]
 
+    def test_an_answer_that_breaks_off_is_asked_for_again(
+        self, store: S3Store, shaky: S3Store, proxy: FaultyProxy
+    ) -> None:
+        store.write_bytes("a", b"x")
+        proxy.fail("partial", "partial", method="GET")
+        assert [info.key for info in shaky.list("")] == ["a"]
+        proxy.fail("partial", method="GET")
+        with pytest.raises(FileNotFoundError):
+            shaky.read_bytes("missing")
+        assert proxy.made == ["partial"] * 3
+
     def test_arrow_survives_a_body_that_breaks_off(
         self, store: S3Store, shaky: S3Store, proxy: FaultyProxy
     ) -> None:
