@@ -23,7 +23,7 @@ _ATTEMPTS = 8
 """Of one publication, when others commit to the same rows at the same time, or the network breaks off."""
 
 _BROKEN_OFF = re.compile(r"error sending request|connection|timed? ?out", re.IGNORECASE)
-"""delta-rs on a network that failed in the middle of a commit: worth another try."""
+"""delta-rs on a network that failed in the middle of a commit or an answer: worth another try."""
 
 _TOKEN = "batchinferWrite"
 """Key in a commit's metadata by which its writer knows it again."""
@@ -57,12 +57,18 @@ def open_table(store: Store, key: str) -> DeltaTable | None:
     Raises:
         StoreError: it cannot be read.
     """
-    try:
-        return DeltaTable(store.uri_of(key), storage_options=store.delta_options() or None)
-    except TableNotFoundError:
-        return None
-    except (DeltaError, OSError, ValueError) as error:
-        raise StoreError(f"cannot read the table {store.uri_of(key)}: {delta_words(error)}") from error
+    for attempt in range(1, _ATTEMPTS + 1):
+        try:
+            return DeltaTable(store.uri_of(key), storage_options=store.delta_options() or None)
+        except TableNotFoundError:
+            return None
+        except (DeltaError, OSError, ValueError) as error:
+            if attempt == _ATTEMPTS or not _BROKEN_OFF.search(str(error)):
+                raise StoreError(
+                    f"cannot read the table {store.uri_of(key)}: {delta_words(error)}"
+                ) from error
+            time.sleep(random.uniform(0.1, 0.5) * attempt)
+    raise AssertionError("the last attempt returns or raises")
 
 
 def table_dataset(store: Store, key: str) -> ds.Dataset:
