@@ -7,6 +7,7 @@ import re
 import httpx
 import pytest
 
+from airflow_batchinfer.run.commit import Commit
 from tests.integration.runs import StoredRun, job_fields, write_input
 
 pytestmark = pytest.mark.airflow_env
@@ -83,12 +84,10 @@ def test_logs_tell_counts_and_where_the_report_is(airflow, whole):
 def test_a_commit_newer_than_the_ledger_means_clear_reconcile(airflow, whole):
     """Merge must not publish from a ledger that other readers would no longer write."""
     run_id, run, texts = whole
-    commit = next((run.folder / "shards" / "00000").glob("*/commit.json"))
-    epoch = commit.parent.name
+    epoch = next((run.folder / "shards" / "00000").glob("*/commit.json")).parent.name
     earlier = "20000101T000000000Z" + epoch[epoch.index("-") :]
-    forged = commit.read_text().replace(f'"epoch": "{epoch}"', f'"epoch": "{earlier}"')
-    (commit.parent.parent / earlier).mkdir()
-    (commit.parent.parent / earlier / "commit.json").write_text(forged)
+    commit = Commit.read(run.store, run.layout.commit(0, epoch))
+    commit.model_copy(update={"epoch": earlier}).write(run.store, run.layout.commit(0, earlier))
     airflow.clear("any_job", run_id, ["merge"], only_failed=False)
     assert airflow.wait("any_job", run_id) == "failed"
     assert "reconcile" in airflow.log("any_job", run_id, "merge")
