@@ -40,6 +40,7 @@ SETTINGS = {
 """Safe on SQLite: four tasks at once, one api worker, a minute for a locked database to come free."""
 
 _COMPONENTS = ("api-server", "scheduler", "dag-processor")
+_READING_SECONDS = 6.0
 _FINISHED = frozenset({"success", "failed"})
 
 
@@ -194,6 +195,16 @@ class AirflowApi:
         """One XCom value."""
         base = f"/dags/{dag_id}/dagRuns/{quote(run_id, safe='')}/taskInstances/{task_id}"
         return self.call("GET", f"{base}/xcomEntries/{key}", params={"map_index": map_index})["value"]
+
+    def respond(self, dag_id: str, run_id: str, task_id: str, option: str) -> None:
+        """Answer a task that waits for a person (`awaiting_input`), after as long as a person needs at least.
+
+        Airflow 3.3 fails a task that is resumed before its scheduler has read that the task paused
+        (`process_executor_events`: "the task instance's state attribute is queued").
+        """
+        time.sleep(_READING_SECONDS)
+        path = f"/dags/{dag_id}/dagRuns/{quote(run_id, safe='')}/taskInstances/{task_id}/-1/hitlDetails"
+        self.call("PATCH", path, json={"chosen_options": [option]})
 
     def state_mismatches(self, dag_id: str, run_id: str, task_id: str) -> dict[int, int]:
         """How often the scheduler failed a task only because its executor had told of an earlier

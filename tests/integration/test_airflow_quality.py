@@ -73,7 +73,7 @@ def test_the_fleet_waits_for_a_persons_approval(airflow, airflow_store, gated_jo
     assert "{{ 7*7 }}" in request["body"], "row text is never rendered"
     assert sum(paid(log).values()) == 8
 
-    airflow.call("PATCH", base, json={"chosen_options": ["Approve"]})
+    airflow.respond("piloted_job", run_id, "judge_pilot", "Approve")
     assert airflow.wait("piloted_job", run_id) == "success", airflow.states("piloted_job", run_id)
     run = StoredRun(airflow_store, "approved", run_id)
     assert [row["row_id"] for row in run.results()] == list(range(40))
@@ -84,9 +84,9 @@ def test_a_rejected_pilot_ends_the_run(airflow, gated_job):
     fields, log = gated_job("rejected", gate={"approval": "required"})
     run_id = airflow.trigger("piloted_job", {"spec": fields})
     airflow.wait_for_task("piloted_job", run_id, "judge_pilot", ["awaiting_input", "deferred"])
-    base = f"/dags/piloted_job/dagRuns/{run_id}/taskInstances/judge_pilot/-1/hitlDetails"
-    airflow.call("PATCH", base, json={"chosen_options": ["Reject"]})
+    airflow.respond("piloted_job", run_id, "judge_pilot", "Reject")
     assert airflow.wait("piloted_job", run_id) == "failed"
+    assert airflow.state_mismatches("piloted_job", run_id, "judge_pilot") == {}
     assert sum(paid(log).values()) == 8
 
 
