@@ -33,7 +33,7 @@ demo-stop: $(AIRFLOW).stamp  ## stop the Airflow that KEEP=1 left up
 test: lint test-worker test-airflow  ## lint, types, and all tests in both environments
 
 test-worker: envs models
-	$(WORKER)/bin/python -m pytest -m worker_env
+	$(WORKER)/bin/python -m pytest -m worker_env --numprocesses auto --dist loadscope
 
 test-airflow: envs models
 	$(AIRFLOW)/bin/python -m pytest -m "not worker_env" --numprocesses auto tests/unit

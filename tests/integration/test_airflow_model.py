@@ -13,7 +13,7 @@ from airflow_batchinfer.run.progress import Progress
 from tests.integration.engine_jobs import MODELS
 from tests.integration.runs import StoredRun, job_fields, wait_for_parts, write_input
 
-pytestmark = [pytest.mark.airflow_env, pytest.mark.slow]
+pytestmark = pytest.mark.airflow_env
 
 ROWS = 40
 TOKENS_PER_ROW = ["prompt_tokens", "output_tokens"]

@@ -236,24 +236,16 @@ MODEL_ROWS = 64
 """Of one shard: half a minute's work of SmolLM2 on one core, so that it is caught half-way."""
 
 
-@pytest.mark.parametrize(
-    ("s3_server", "mishaps"),
-    [
-        pytest.param("juicefs", ["reclaim"], id="reclaim-juicefs", marks=pytest.mark.slow),
-        pytest.param("moto", ["reclaim", "evict", "remove"], id="all-moto", marks=pytest.mark.mishaps),
-        pytest.param("juicefs", ["reclaim", "evict", "remove"], id="all-juicefs", marks=pytest.mark.mishaps),
-    ],
-    indirect=["s3_server"],
-)
+@pytest.mark.mishaps
 def test_the_true_model_survives(
     airflow: AirflowApi,
     kube: KubeServer,
     s3_server: S3Server,
     s3_environment: None,
-    mishaps: list[str],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    mishaps = ["reclaim", "evict", "remove"]
     rows = MODEL_ROWS * len(mishaps)
     source = write_input(tmp_path / "rows.jsonl", [f"The number after {i} is" for i in range(rows)])
     fields = job_fields(
@@ -333,7 +325,6 @@ def retry_reasons(stack: AirflowStack, run: PodRun) -> list[str]:
         return [reason for (reason,) in database.execute(query, (run.run_id,))]
 
 
-@pytest.mark.slow
 def test_pods_outlive_scheduler_and_triggerer(
     airflow: AirflowApi,
     airflow_stack: AirflowStack,
