@@ -70,10 +70,10 @@ class SplitOperator(BatchInferOperator):
         chosen = [s for s in plan.shards if s.pilot] if self.pilot_first else plan.shards
         bundles = bundles_of(store, plan, max_mapped_tasks(), chosen)
         self.log.info(
-            "%s rows in %d shards, %d mapped tasks; plan: %s",
+            "%s rows in %d shard(s)%s; plan: %s",
             f"{plan.rows:,}",
             len(plan.shards),
-            len(bundles),
+            f", the pilot's {chosen[0].rows:,} rows first" if self.pilot_first and chosen else "",
             store.uri_of(plan.folder),
         )
         context["ti"].xcom_push(key=RUN_XCOM_KEY, value=address_of(store, plan))
