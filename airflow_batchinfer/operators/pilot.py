@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from airflow.providers.standard.operators.hitl import ApprovalOperator
 
+from airflow_batchinfer.errors import GateError
 from airflow_batchinfer.operators.base import RunOperator
 from airflow_batchinfer.operators.bundle import Bundle, bundles_of, max_mapped_tasks
 
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from airflow.sdk import Context
 
     from airflow_batchinfer.pipeline.pilot import PilotVerdict
+    from airflow_batchinfer.store import Store
 
 
 class JudgePilotOperator(RunOperator, ApprovalOperator):
@@ -33,16 +35,17 @@ class JudgePilotOperator(RunOperator, ApprovalOperator):
     def execute(self, context: Context) -> list[Bundle]:
         """Judge, and ask if need be. Raises `GateError`, `IncompleteRunError`."""
         from airflow_batchinfer.pipeline.pilot import judge_pilot
-        from airflow_batchinfer.pipeline.report import write_report
-        from airflow_batchinfer.run.layout import RunLayout
 
         store, folder = self.open_run(context)
         try:
             verdict = judge_pilot(store, folder)
-        finally:
-            write_report(store, folder)
-            report = store.uri_of(RunLayout(folder).report("html"))
-            self.log.info("report: %s", report)
+        except GateError:
+            try:
+                self._report(store, folder)
+            except Exception:  # the gate's word is what ends the task, whatever is wrong with the report
+                self.log.exception("the report could not be written")
+            raise
+        report = self._report(store, folder)
         self.log.info(verdict.message)
         if verdict.approval == "required":
             self.subject = f"Start the fleet of {folder}?"
@@ -54,6 +57,16 @@ class JudgePilotOperator(RunOperator, ApprovalOperator):
         """Go on with a person's answer. Raises `HITLRejectException` on "Reject"."""
         super().execute_complete(context, event)
         return self._fleet(context)
+
+    def _report(self, store: Store, folder: str) -> str:
+        """Write the report; its address."""
+        from airflow_batchinfer.pipeline.report import write_report
+        from airflow_batchinfer.run.layout import RunLayout
+
+        write_report(store, folder)
+        report = store.uri_of(RunLayout(folder).report("html"))
+        self.log.info("report: %s", report)
+        return report
 
     def _fleet(self, context: Context) -> list[Bundle]:
         from airflow_batchinfer.pipeline.split import load_plan

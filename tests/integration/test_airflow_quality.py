@@ -50,6 +50,8 @@ def test_a_broken_job_is_caught_by_the_pilot(airflow, airflow_store, gated_job):
         "upstream_failed",
     )
     told = airflow.log("piloted_job", run_id, "judge_pilot")
+    events = airflow.log_events("piloted_job", run_id, "judge_pilot")
+    assert [e["error_detail"][0]["exc_type"] for e in events if e.get("error_detail")] == ["GateError"]
     assert "8 of 8" in told
     assert "mostly invalid_output (8)" in told
     assert "prompt 'Answer: ticket" in told

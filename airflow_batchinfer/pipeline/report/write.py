@@ -30,7 +30,7 @@ def write_report(store: Store, folder: str) -> Report:
     layout = RunLayout(folder)
     plan = Plan.read(store, layout.plan)
     report = build_report(store, plan)
-    if plan.spec.report.review_rows and report.status != "incomplete":
+    if plan.spec.report.review_rows and report.status not in ("incomplete", "stopped"):
         write_sheet(store, folder, plan.spec.report.review_rows)
     store.write_bytes(layout.report("html"), render_html(report).encode())
     report.write(store, layout.report("json"))

@@ -8,6 +8,7 @@ import pytest
 
 from airflow_batchinfer.errors import GateError, IncompleteRunError
 from airflow_batchinfer.pipeline.pilot import PilotVerdict, judge_pilot, read_pilot
+from airflow_batchinfer.pipeline.report import write_report
 from airflow_batchinfer.pipeline.statistics import jensen_shannon, population_stability, wilson
 from tests.unit.quality.runs import MadeRun, make_run, make_spec, tickets, truthful
 
@@ -47,6 +48,8 @@ def test_broken_template_stops_the_run_with_evidence(root: Path) -> None:
     assert not kept.success
     assert len(kept.worst) == 5
     assert kept.worst[0].prompt[0] == {"role": "system", "content": "You sort tickets."}
+    assert write_report(run.store, run.folder).status == "stopped"
+    assert not run.store.exists(run.layout.review("csv")), "nobody reviews a run that never ran"
 
 
 def test_row_text_cannot_forge_lines_of_the_log(root: Path) -> None:
