@@ -37,11 +37,12 @@ def finish(api: AirflowApi, dag_id: str, run_id: str, wanted: str = "success") -
 
 
 def tell_log(api: AirflowApi, dag_id: str, run_id: str, task: str, *words: str) -> None:
-    """Print what a task's log says in the lines that have one of the words in them."""
+    """Print what a task's log says in the lines, and errors, that have one of the words in them."""
     for event in api.log_events(dag_id, run_id, task):
-        text = str(event["event"])
-        if any(word in text for word in words) and not text.startswith("::"):
-            print(f"  {task} says: {text}")
+        errors = (detail["exc_value"] for detail in event.get("error_detail") or [])
+        for text in (str(event["event"]), *errors):
+            if any(word in text for word in words) and not text.startswith("::"):
+                print(f"  {task} says: {text}")
 
 
 def tickets() -> list[dict[str, Any]]:
