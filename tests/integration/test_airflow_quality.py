@@ -164,8 +164,9 @@ def test_a_run_that_turns_bad_is_stopped_and_resumes(airflow, airflow_store, gat
     assert stop is not None
     assert "of the last 8 rows did not succeed" in stop.reason
     failed = [name for name, state in airflow.states("any_job", run_id).items() if state == "failed"]
-    infer = next(int(name[6:-1]) for name in failed if name.startswith("infer["))
-    assert f"stopped by {stop.by}" in airflow.log("any_job", run_id, "infer", infer)
+    # Workers of two shards may stop the line at the same moment; the marker names one of them.
+    infer = [int(name[6:-1]) for name in failed if name.startswith("infer[")]
+    assert any(f"stopped by {stop.by}" in airflow.log("any_job", run_id, "infer", i) for i in infer)
     assert "airflow_batchinfer resume" in airflow.log("any_job", run_id, "gate")
     assert run.document(run.layout.report("json"))["status"] == "stopped"
     kept = {row for shard in run.plan.shards for row in run.rows_in_parts(shard.shard)}
