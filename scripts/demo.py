@@ -71,7 +71,7 @@ def main(arguments: list[str]) -> int:
         run_id = _run(stack)
         _tell(run_id)
         if keep:
-            PIDS.write_text("\n".join(map(str, stack.pids)))
+            PIDS.write_text("\n".join(f"{pid} {_started(pid)}" for pid in stack.pids))
             print(f"\nAirflow is up: {stack.api.url} (no password). `make demo-stop` ends it.")
         else:
             print("\n`make demo KEEP=1` leaves Airflow up, so that you can open its UI.")
@@ -94,27 +94,32 @@ def stop_kept() -> None:
     """End the processes that an earlier demo left up."""
     if not PIDS.exists():
         return
-    pids = [int(pid) for pid in PIDS.read_text().split() if _is_airflow(int(pid))]
-    for pid in pids:
+    kept = [line.split() for line in PIDS.read_text().splitlines()]
+    left = {int(pid): started for pid, started in kept if _started(int(pid)) == started}
+    for pid in left:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGTERM)
     deadline = time.monotonic() + 15
-    while any(_is_airflow(pid) for pid in pids) and time.monotonic() < deadline:
+    while any(_started(pid) == left[pid] for pid in left) and time.monotonic() < deadline:
         time.sleep(0.2)
-    for pid in filter(_is_airflow, pids):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)
+    for pid in left:
+        if _started(pid) == left[pid]:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
     PIDS.unlink()
-    if pids:
+    if left:
         print("Stopped the Airflow of an earlier demo.")
 
 
-def _is_airflow(pid: int) -> bool:
-    """Whether the process is there and is one of ours: ids are used again."""
+def _started(pid: int) -> str | None:
+    """When a process began, in the kernel's ticks; none if it is gone. Tells it from a later one of the
+    same id; what its command line and environment say cannot, as Airflow's processes rename themselves."""
     try:
-        return str(HOME).encode() in Path(f"/proc/{pid}/environ").read_bytes()
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return False
+        return None
+    state, *fields = stat.rpartition(")")[2].split()
+    return None if state == "Z" else fields[18]
 
 
 def _run(stack: AirflowStack) -> str:
