@@ -196,6 +196,11 @@ class AirflowApi:
         base = f"/dags/{dag_id}/dagRuns/{quote(run_id, safe='')}/taskInstances/{task_id}"
         return self.call("GET", f"{base}/xcomEntries/{key}", params={"map_index": map_index})["value"]
 
+    def request(self, dag_id: str, run_id: str, task_id: str) -> dict[str, Any]:
+        """What a task that waits for a person (`awaiting_input`) asks; `body` is Markdown."""
+        asked: dict[str, Any] = self.call("GET", _request_path(dag_id, run_id, task_id))
+        return asked
+
     def respond(self, dag_id: str, run_id: str, task_id: str, option: str) -> None:
         """Answer a task that waits for a person (`awaiting_input`), after as long as a person needs at least.
 
@@ -203,8 +208,7 @@ class AirflowApi:
         (`process_executor_events`: "the task instance's state attribute is queued").
         """
         time.sleep(_READING_SECONDS)
-        path = f"/dags/{dag_id}/dagRuns/{quote(run_id, safe='')}/taskInstances/{task_id}/-1/hitlDetails"
-        self.call("PATCH", path, json={"chosen_options": [option]})
+        self.call("PATCH", _request_path(dag_id, run_id, task_id), json={"chosen_options": [option]})
 
     def state_mismatches(self, dag_id: str, run_id: str, task_id: str) -> dict[int, int]:
         """How often the scheduler failed a task only because its executor had told of an earlier
@@ -222,6 +226,10 @@ class AirflowApi:
                 return True
             time.sleep(1.0)
         return False
+
+
+def _request_path(dag_id: str, run_id: str, task_id: str) -> str:
+    return f"/dags/{dag_id}/dagRuns/{quote(run_id, safe='')}/taskInstances/{task_id}/-1/hitlDetails"
 
 
 def task_name(task: Mapping[str, Any]) -> str:

@@ -29,6 +29,7 @@ from airflow_batchinfer.run.outcome import Reason, outcome_of
 from airflow_batchinfer.run.status import RunStatus, run_status
 from airflow_batchinfer.spec_files import load_spec
 from airflow_batchinfer.store import LocalStore
+from airflow_batchinfer.worker.processes import identity, is_gone
 from scripts.airflow_stack import AirflowApi, AirflowStack, StackError, task_name
 from scripts.live_line import LiveLine
 
@@ -71,7 +72,8 @@ def main(arguments: list[str]) -> int:
         run_id = _run(stack)
         _tell(run_id)
         if keep:
-            PIDS.write_text("\n".join(f"{pid} {_started(pid)}" for pid in stack.pids))
+            # By start time: Airflow's processes rename themselves and so lose their environment.
+            PIDS.write_text("\n".join(f"{pid} {identity(pid)}" for pid in stack.pids))
             print(f"\nAirflow is up: {stack.api.url} (no password). `make demo-stop` ends it.")
         else:
             print("\n`make demo KEEP=1` leaves Airflow up, so that you can open its UI.")
@@ -94,32 +96,21 @@ def stop_kept() -> None:
     """End the processes that an earlier demo left up."""
     if not PIDS.exists():
         return
-    kept = [line.split() for line in PIDS.read_text().splitlines()]
-    left = {int(pid): started for pid, started in kept if _started(int(pid)) == started}
+    kept = dict(line.split(maxsplit=1) for line in PIDS.read_text().splitlines())
+    left = [int(pid) for pid, process in kept.items() if is_gone(process) is False]
     for pid in left:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGTERM)
     deadline = time.monotonic() + 15
-    while any(_started(pid) == left[pid] for pid in left) and time.monotonic() < deadline:
+    while any(is_gone(kept[str(pid)]) is False for pid in left) and time.monotonic() < deadline:
         time.sleep(0.2)
     for pid in left:
-        if _started(pid) == left[pid]:
+        if is_gone(kept[str(pid)]) is False:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
     PIDS.unlink()
     if left:
         print("Stopped the Airflow of an earlier demo.")
-
-
-def _started(pid: int) -> str | None:
-    """When a process began, in the kernel's ticks; none if it is gone. Tells it from a later one of the
-    same id; what its command line and environment say cannot, as Airflow's processes rename themselves."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-    state, *fields = stat.rpartition(")")[2].split()
-    return None if state == "Z" else fields[18]
 
 
 def _run(stack: AirflowStack) -> str:

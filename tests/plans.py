@@ -18,6 +18,19 @@ from airflow_batchinfer.run.shard import rows_schema
 from airflow_batchinfer.spec import JobSpec
 from airflow_batchinfer.store import open_store
 
+UNUSUAL_SAMPLING: dict[str, Any] = {
+    "max_tokens": 7,
+    "temperature": 0.5,
+    "top_p": 0.9,
+    "top_k": 3,
+    "min_p": 0.1,
+    "presence_penalty": 0.1,
+    "frequency_penalty": 0.1,
+    "repetition_penalty": 1.1,
+    "stop": ["x"],
+}
+"""Every field that decides a draw, none at its default."""
+
 
 def job(store: Path | str, **overrides: Any) -> JobSpec:
     """A job over a column `text` with an instant engine; `overrides` replace whole fields."""

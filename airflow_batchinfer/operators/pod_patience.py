@@ -111,12 +111,19 @@ def unless_lost(pod: k8s.V1Pod) -> k8s.V1Pod:
     return pod
 
 
-class PatientPodManager(PodManager):
-    """The pod manager of a task that watches its pod itself."""
+class _Patient:
+    """What both pod managers know of patience."""
 
     def __init__(self, *args: Any, stuck_timeout: float, container: str, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._stuck_timeout, self._container = stuck_timeout, container
+
+    def _start_watch(self, schedule_timeout: float, startup_timeout: float) -> StartWatch:
+        return StartWatch(schedule_timeout, startup_timeout, self._stuck_timeout, self._container)
+
+
+class PatientPodManager(_Patient, PodManager):
+    """The pod manager of a task that watches its pod itself."""
 
     def read_pod(self, pod: k8s.V1Pod) -> k8s.V1Pod:
         """As KubernetesPodOperator's, `unless_lost`."""
@@ -130,18 +137,14 @@ class PatientPodManager(PodManager):
         check_interval: float = 1,
     ) -> None:
         """As KubernetesPodOperator's, with the patience of `StartWatch`."""
-        watch = StartWatch(schedule_timeout, startup_timeout, self._stuck_timeout, self._container)
+        watch = self._start_watch(schedule_timeout, startup_timeout)
         while not watch.started(self.read_pod(pod)):
             await asyncio.sleep(check_interval)
         self.stop_watching_events = True
 
 
-class AsyncPatientPodManager(AsyncPodManager):
+class AsyncPatientPodManager(_Patient, AsyncPodManager):
     """The pod manager of a trigger."""
-
-    def __init__(self, *args: Any, stuck_timeout: float, container: str, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._stuck_timeout, self._container = stuck_timeout, container
 
     async def read_pod(self, pod: k8s.V1Pod) -> k8s.V1Pod:
         """As KubernetesPodOperator's, `unless_lost`."""
@@ -155,7 +158,7 @@ class AsyncPatientPodManager(AsyncPodManager):
         check_interval: float = 1,
     ) -> None:
         """As KubernetesPodOperator's, with the patience of `StartWatch`."""
-        watch = StartWatch(schedule_timeout, startup_timeout, self._stuck_timeout, self._container)
+        watch = self._start_watch(schedule_timeout, startup_timeout)
         while not watch.started(await self.read_pod(pod)):
             await asyncio.sleep(check_interval)
         self.stop_watching_events = True

@@ -69,12 +69,8 @@ def account_of(store: Store, folder: str, ledger: Ledger) -> Account:
     Raises:
         CorruptError: the verdict is damaged.
     """
-    try:
-        verdict = Verdict.read(store, RunLayout(folder).validation)
-    except FileNotFoundError:
-        return Account(ledger, Quarantine())
-    current = verdict.ledger_sha256 == ledger.digest()
-    return Account(ledger, verdict.quarantine if current else Quarantine())
+    verdict = _verdict_on(store, folder, ledger)
+    return Account(ledger, verdict.quarantine if verdict else Quarantine())
 
 
 def current_account(store: Store, plan: Plan) -> Account:
@@ -84,17 +80,22 @@ def current_account(store: Store, plan: Plan) -> Account:
         StaleLedgerError: it is not; says what differs and what to clear.
     """
     ledger = current_ledger(store, plan)
-    if plan.spec.validation.quarantines:
-        try:
-            judged = Verdict.read(store, RunLayout(plan.folder).validation).ledger_sha256
-        except FileNotFoundError:
-            judged = None
-        if judged != ledger.digest():
-            raise StaleLedgerError(
-                f"{plan.folder} was not validated since its newest ledger, and `validation` takes failing "
-                "rows out of the results: clear validate with its downstream tasks"
-            )
-    return account_of(store, plan.folder, ledger)
+    verdict = _verdict_on(store, plan.folder, ledger)
+    if verdict is None and plan.spec.validation.quarantines:
+        raise StaleLedgerError(
+            f"{plan.folder} was not validated since its newest ledger, and `validation` takes failing "
+            "rows out of the results: clear validate with its downstream tasks"
+        )
+    return Account(ledger, verdict.quarantine if verdict else Quarantine())
+
+
+def _verdict_on(store: Store, folder: str, ledger: Ledger) -> Verdict | None:
+    """The verdict that judges this very ledger, if there is one. Raises `CorruptError`."""
+    try:
+        verdict = Verdict.read(store, RunLayout(folder).validation)
+    except FileNotFoundError:
+        return None
+    return verdict if verdict.ledger_sha256 == ledger.digest() else None
 
 
 def current_ledger(store: Store, plan: Plan) -> Ledger:

@@ -23,9 +23,10 @@ OWNER = "BATCHINFER_WORKER"
 _PR_SET_PDEATHSIG = 1
 
 
-def identity() -> str:
-    """This process, told apart from every other one: host, pid namespace, pid and start time."""
-    return f"{_place()}:{os.getpid()}:{_start_ticks(os.getpid())}"
+def identity(pid: int | None = None) -> str:
+    """A process (default: this one), told apart from every other: host, pid namespace, pid, start time."""
+    pid = os.getpid() if pid is None else pid
+    return f"{_place()}:{pid}:{_start_ticks(pid)}"
 
 
 def is_gone(worker: str) -> bool | None:

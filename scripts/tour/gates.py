@@ -6,7 +6,6 @@ Each step prints the task's own words, and what was spent and what was not.
 from __future__ import annotations
 
 from typing import Any
-from urllib.parse import quote
 
 from airflow_batchinfer.form import ADVANCED
 from airflow_batchinfer.pipeline.report.model import Report
@@ -56,11 +55,10 @@ def approved(api: AirflowApi, store: LocalStore) -> None:
     say("An approval: the fleet waits for a person")
     run_id = trigger(api, DAG_ID, _labels(pilot=_PILOT, gate={"approval": "required"}))
     api.wait_for_task(DAG_ID, run_id, "judge_pilot", ["awaiting_input", "deferred"])
-    path = f"/dags/{DAG_ID}/dagRuns/{quote(run_id, safe='')}/taskInstances/judge_pilot/-1/hitlDetails"
-    for line in api.call("GET", path)["body"].splitlines()[:6]:
+    for line in api.request(DAG_ID, run_id, "judge_pilot")["body"].splitlines()[:6]:
         print(f"  the request says: {line}")
     api.respond(DAG_ID, run_id, "judge_pilot", "Approve")
-    print(f"  PATCH {path} with Approve")
+    print("  approved through the REST API")
     finish(api, DAG_ID, run_id)
     report = _report(store, JOB, run_id)
     if report.pilot and report.pilot.forecast:

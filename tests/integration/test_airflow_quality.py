@@ -69,8 +69,7 @@ def test_the_fleet_waits_for_a_persons_approval(airflow, airflow_store, gated_jo
     )
     run_id = airflow.trigger("piloted_job", {"spec": fields})
     airflow.wait_for_task("piloted_job", run_id, "judge_pilot", ["awaiting_input", "deferred"])
-    base = f"/dags/piloted_job/dagRuns/{run_id}/taskInstances/judge_pilot/-1/hitlDetails"
-    request = airflow.call("GET", base)
+    request = airflow.request("piloted_job", run_id, "judge_pilot")
     assert "The pilot passed: 8 of 8 rows succeeded; forecast for the run" in request["body"]
     assert "{{ 7*7 }}" in request["body"], "row text is never rendered"
     assert sum(paid(log).values()) == 8

@@ -12,6 +12,7 @@ from airflow_batchinfer.errors import SpecError
 from airflow_batchinfer.run.fingerprint import RESULT_NEUTRAL_ENGINE_OPTIONS, fingerprint_fields
 from airflow_batchinfer.spec import JobSpec
 from tests.integration.engine_jobs import MODELS, job, random_adapter
+from tests.plans import UNUSUAL_SAMPLING
 
 pytestmark = pytest.mark.worker_env
 
@@ -60,18 +61,7 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def spec_of(task: str, adapter: str) -> JobSpec:
-    sampling = {
-        "max_tokens": 7,
-        "temperature": 0.5,
-        "top_p": 0.9,
-        "top_k": 3,
-        "min_p": 0.1,
-        "presence_penalty": 0.1,
-        "frequency_penalty": 0.1,
-        "repetition_penalty": 1.1,
-        "stop": ["x"],
-        "seed": 5,
-    }
+    sampling = UNUSUAL_SAMPLING | {"seed": 5}
     return job({"name": str(MODELS / "smollm2"), "adapter": adapter}, task=TASKS[task], sampling=sampling)
 
 

@@ -9,26 +9,15 @@ import pytest
 
 from airflow_batchinfer.run.fingerprint import fingerprint_fields
 from airflow_batchinfer.worker.engines.openai import _request_body
-from tests.plans import job
+from tests.plans import UNUSUAL_SAMPLING, job
 
-SAMPLING = {
-    "max_tokens": 7,
-    "temperature": 0.5,
-    "top_p": 0.9,
-    "top_k": 3,
-    "min_p": 0.1,
-    "presence_penalty": 0.1,
-    "frequency_penalty": 0.1,
-    "repetition_penalty": 1.1,
-    "stop": ["x"],
-}
 FOLLOWS_FROM = {
     "model": "model.name",
     "response_format": "task.schema",
     "structured_outputs": "task.type",
     "use_activation": "task.normalize",
     "own": "model.engine.own",
-    **{name: f"sampling.{name}" for name in SAMPLING},
+    **{name: f"sampling.{name}" for name in UNUSUAL_SAMPLING},
 }
 NEUTRAL = {"encoding_format"}
 """How numbers are written."""
@@ -47,6 +36,6 @@ NEUTRAL = {"encoding_format"}
 )
 def test_a_field_of_the_body_is_in_the_fingerprint(task: dict[str, Any], tmp_path: Path) -> None:
     model = {"name": "m", "backend": "openai", "base_url": "http://localhost/v1", "engine": {"own": 1}}
-    spec = job(tmp_path, model=model, task=task, sampling=SAMPLING)
+    spec = job(tmp_path, model=model, task=task, sampling=UNUSUAL_SAMPLING)
     fields = fingerprint_fields(spec)
     assert not {name for name in _request_body(spec) if FOLLOWS_FROM.get(name) not in fields} - NEUTRAL
