@@ -29,6 +29,7 @@ from deltalake import DeltaTable
 from deltalake.exceptions import DeltaError
 
 from airflow_batchinfer.errors import InputError
+from airflow_batchinfer.pipeline.delta_log import damaged_log_file
 from airflow_batchinfer.pipeline.duck import MEMORY_LIMIT, scalar, sql_name, sql_text
 from airflow_batchinfer.pipeline.inputs import FoundFile, FoundTable, find_input
 from airflow_batchinfer.pipeline.tables import delta_words
@@ -185,7 +186,11 @@ class DeltaReader:
             filesystem, root = found.store.filesystem()
             self._dataset = table.to_pyarrow_dataset(filesystem=pa.fs.SubTreeFileSystem(root, filesystem))
         except (DeltaError, OSError, NotImplementedError, ValueError) as error:
-            raise InputError(f"{found.uri} cannot be read as a Delta table: {delta_words(error)}") from error
+            damaged = damaged_log_file(found.store)
+            hint = f"; {damaged} is damaged: restore it, or write the table anew" if damaged else ""
+            raise InputError(
+                f"{found.uri} cannot be read as a Delta table: {delta_words(error)}{hint}"
+            ) from error
         self._fragments = sorted(self._dataset.get_fragments(), key=lambda f: str(f.path))
         self.schema = self._dataset.schema.remove_metadata()
         sizes = pa.table(table.get_add_actions(flatten=True))["size_bytes"]
@@ -205,7 +210,10 @@ class DeltaReader:
                     fragment_readahead=0,
                 )
             except UNREADABLE as error:
-                raise InputError(f"{self.files[0].uri}: {fragment.path} is damaged: {error}") from error
+                raise InputError(
+                    f"{self.files[0].uri}: {fragment.path} is damaged, or a vacuum has removed it: "
+                    f"{_first_line(error)}; write the table anew"
+                ) from error
 
     def unchanged(self) -> bool:
         """See `Reader.unchanged`."""

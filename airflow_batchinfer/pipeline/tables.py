@@ -227,8 +227,9 @@ def _same(one: pa.DataType, other: pa.DataType) -> bool:
 
 
 def delta_words(error: BaseException | None) -> str:
-    """delta-rs's message in one line: it draws a tree of causes, in colours of a terminal."""
+    """delta-rs's message in one line: it draws trees of causes and of frames, in a terminal's colours."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).replace("↳", ":")
+    plain = re.split(r"\n\s*0: ", plain, maxsplit=1)[0]
     return re.sub(r"\s*:?\s*\n\s*:?\s*", ": ", plain.strip())
 
 

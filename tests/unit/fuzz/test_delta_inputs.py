@@ -1,0 +1,99 @@
+"""A Delta table as input, with any one of its files damaged or gone: the table's rows, or an error naming it.
+
+A commit of Delta's log has no checksum, and neither has a page of Parquet as most writers leave it. So
+damage that leaves a file well formed may be read as it stands; it is never another exception.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from deltalake import DeltaTable, write_deltalake
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.fuzz.damage import NASTY, damaged, flipped, fuzzed
+from tests.unit.fuzz.test_inputs import read
+
+pytestmark = pytest.mark.airflow_env
+
+ROWS = [{"id": i, "text": f'é "{i}"', "part": "ab"[i % 2], "deep": {"a": [i, None]}} for i in range(12)]
+NEWEST = "_delta_log/00000000000000000003.json"
+"""The commit after the checkpoint; it brought the rows from the seventh on."""
+
+Files = dict[str, bytes]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    """A partitioned table in four commits, one of them a delete, with a checkpoint; by name in its folder."""
+    folder = tmp_path_factory.mktemp("made")
+    table = pa.Table.from_pylist(ROWS)
+    write_deltalake(folder, table.slice(0, 6), partition_by=["part"])
+    write_deltalake(
+        folder,
+        table.slice(0, 3).append_column("extra", pa.array([1, 2, 3])),
+        mode="append",
+        schema_mode="merge",
+    )
+    DeltaTable(folder).delete("extra is not null")
+    DeltaTable(folder).create_checkpoint()
+    write_deltalake(folder, table.slice(6), mode="append", schema_mode="merge")
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def _read(files: Files) -> list[dict[str, Any]] | None:
+    """The rows by id; none if the table is refused by its name."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "_delta_log").mkdir()
+        for key, data in files.items():
+            (folder / key).parent.mkdir(exist_ok=True)
+            (folder / key).write_bytes(data)
+        return read(folder)
+
+
+def _right(found: list[dict[str, Any]] | None) -> bool:
+    return found is None or sorted(found, key=lambda row: row["id"]) == [
+        row | {"extra": None} for row in ROWS
+    ]
+
+
+def _without_checkpoint(files: Files) -> Files:
+    return {key: data for key, data in files.items() if "checkpoint" not in key}
+
+
+def test_the_table_as_it_was_made(files: Files) -> None:
+    for whole in (files, _without_checkpoint(files)):
+        found = _read(whole)
+        assert found is not None
+        assert _right(found)
+
+
+def test_without_one_of_its_files_it_is_refused_or_whole(files: Files) -> None:
+    for gone in files:
+        found = _read({key: data for key, data in files.items() if key != gone})
+        if gone == NEWEST:  # then it is a table that never had these rows
+            found = found and found + ROWS[6:]
+        assert _right(found), gone
+
+
+@pytest.mark.parametrize("piece", [b"\0", b"garbage", b"PAR1" * 10, b"[]\n", b'{"add":{}}\n', *NASTY[-4:]])
+def test_no_piece_in_place_of_a_file_upsets_the_reader(files: Files, piece: bytes) -> None:
+    for key in files:
+        assert _right(_read(files | {key: piece})), key
+
+
+@pytest.mark.parametrize("checkpointed", [True, False])
+@fuzzed(60)
+@given(data=st.data())
+def test_a_damaged_table_is_read_or_refused_by_name(
+    files: Files, checkpointed: bool, data: st.DataObject
+) -> None:
+    whole = files if checkpointed else _without_checkpoint(files)
+    key = data.draw(st.sampled_from(sorted(whole)))
+    _read(whole | {key: data.draw(st.one_of(flipped(whole[key]), damaged(whole[key])))})
