@@ -96,16 +96,17 @@ class InferLocalOperator(BatchInferOperator):
         ]
         self.log.info("worker: %s", " ".join(command))
         checkpoint = work.plan.spec.checkpoint
+        grace = checkpoint.grace_seconds + _EXTRA_GRACE_SECONDS
         deadline: float | None = None
         next_news = 0.0
-        with LocalWorker(command, self._environment(), self.log.info) as worker:
+        with LocalWorker(command, self._environment(), self.log.info, grace_seconds=grace) as worker:
             self._worker = worker
             try:
                 while (code := worker.wait(0.5)) is None:
                     now = time.monotonic()
                     if self._told_to_go and deadline is None:
                         worker.terminate()
-                        deadline = now + checkpoint.grace_seconds + _EXTRA_GRACE_SECONDS
+                        deadline = now + grace
                     if deadline is not None and now > deadline:
                         worker.kill()
                     if now >= next_news:

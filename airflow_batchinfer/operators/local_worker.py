@@ -24,7 +24,12 @@ class LocalWorker:
     """
 
     def __init__(
-        self, command: Sequence[str], env: Mapping[str, str], on_line: Callable[[str], None]
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        on_line: Callable[[str], None],
+        *,
+        grace_seconds: float,
     ) -> None:
         """Start it.
 
@@ -32,8 +37,10 @@ class LocalWorker:
             command: program and arguments.
             env: its whole environment.
             on_line: called with each line of its output.
+            grace_seconds: how long it may take to leave when the `with` block is left before its end.
         """
         self._on_line = on_line
+        self._grace_seconds = grace_seconds
         self._message: str | None = None
         self._last_line: str | None = None
         self._partial = b""
@@ -57,6 +64,11 @@ class LocalWorker:
         return self
 
     def __exit__(self, *_: object) -> None:
+        # An error in the block (a time limit, a lost connection to Airflow's supervisor) is no reason to
+        # lose what the worker has finished.
+        self.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(self._grace_seconds)
         self.kill()
         self._process.wait()
         self._output.close()

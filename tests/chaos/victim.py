@@ -58,7 +58,7 @@ def _task(arguments: list[str]) -> int:
     from airflow_batchinfer.operators.local_worker import LocalWorker
 
     command = [sys.executable, "-m", "airflow_batchinfer.worker", *arguments, "--die-with-parent"]
-    with LocalWorker(command, os.environ, print) as worker:
+    with LocalWorker(command, os.environ, print, grace_seconds=30.0) as worker:
         while (code := worker.wait(0.1)) is None:
             pass
     return code

@@ -9,8 +9,8 @@ from airflow_batchinfer.operators.local_worker import LocalWorker
 pytestmark = pytest.mark.airflow_env
 
 
-def run(code, lines):
-    return LocalWorker([sys.executable, "-c", code], os.environ, lines.append)
+def run(code, lines, grace_seconds=0.5):
+    return LocalWorker([sys.executable, "-c", code], os.environ, lines.append, grace_seconds=grace_seconds)
 
 
 def wait(worker, seconds=30.0):
@@ -73,10 +73,34 @@ def test_terminate_reaches_the_worker_alone():
 
 def test_leaving_the_block_ends_a_running_worker():
     lines = []
-    with run("import os, time; print(os.getpid(), flush=True); time.sleep(60)", lines) as worker:
+    code = (
+        "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+        "print(os.getpid(), flush=True); time.sleep(60)"
+    )
+    with run(code, lines) as worker:
         while not lines:
             worker.wait(0.1)
     assert not alive(int(lines[0]))
+
+
+def test_an_error_in_the_block_leaves_the_worker_time_to_checkpoint(tmp_path):
+    """A task's time limit, or a supervisor that is gone: what is finished must become durable."""
+    lines, kept = [], tmp_path / "kept"
+    code = (
+        f"import pathlib, signal, sys, time; kept = pathlib.Path({str(kept)!r})\n"
+        "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.3), kept.touch(), sys.exit(75)))\n"
+        "print('ready', flush=True); time.sleep(60)"
+    )
+
+    def fail():
+        with run(code, lines, grace_seconds=30.0) as worker:
+            while not lines:
+                worker.wait(0.1)
+            raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        fail()
+    assert kept.exists()
 
 
 def test_is_in_a_session_of_its_own():
