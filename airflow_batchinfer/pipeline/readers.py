@@ -136,6 +136,7 @@ class ParquetReader(_Files):
                 self._check(file.schema_arrow, wanted, found.identity.uri)
                 try:
                     for batch in file.iter_batches(_batch_rows(file.metadata), columns=list(columns)):
+                        batch.validate(full=True)  # a flipped byte may leave text that is no UTF-8
                         yield batch.select(list(columns)).cast(wanted)
                 except UNREADABLE as error:
                     raise InputError(
@@ -202,13 +203,15 @@ class DeltaReader:
         """See `Reader.batches`. Raises `InputError` naming what cannot be read."""
         for fragment in self._fragments:
             try:
-                yield from fragment.to_batches(
+                for batch in fragment.to_batches(
                     schema=self.schema,
                     columns=list(columns),
                     batch_size=_batch_rows(fragment.metadata),
                     batch_readahead=1,
                     fragment_readahead=0,
-                )
+                ):
+                    batch.validate(full=True)
+                    yield batch
             except UNREADABLE as error:
                 raise InputError(
                     f"{self.files[0].uri}: {fragment.path} is damaged, or a vacuum has removed it: "

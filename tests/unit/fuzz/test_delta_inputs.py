@@ -21,7 +21,10 @@ from tests.unit.fuzz.test_inputs import read
 
 pytestmark = pytest.mark.airflow_env
 
-ROWS = [{"id": i, "text": f'é "{i}"', "part": "ab"[i % 2], "deep": {"a": [i, None]}} for i in range(12)]
+ROWS: list[dict[str, Any]] = [
+    {"id": i, "text": f'é "{i}"', "part": "ab"[i % 2], "deep": {"a": [i, None]}} for i in range(12)
+]
+WHOLE = [row | {"extra": None} for row in ROWS]
 NEWEST = "_delta_log/00000000000000000003.json"
 """The commit after the checkpoint; it brought the rows from the seventh on."""
 
@@ -29,8 +32,8 @@ Files = dict[str, bytes]
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
-    """A partitioned table in four commits, one of them a delete, with a checkpoint; by name in its folder."""
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A partitioned table in four commits, one of them a delete, with a checkpoint."""
     folder = tmp_path_factory.mktemp("made")
     table = pa.Table.from_pylist(ROWS)
     write_deltalake(folder, table.slice(0, 6), partition_by=["part"])
@@ -43,7 +46,13 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
     DeltaTable(folder).delete("extra is not null")
     DeltaTable(folder).create_checkpoint()
     write_deltalake(folder, table.slice(6), mode="append", schema_mode="merge")
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+    return folder
+
+
+def _files(made: Path, *, checkpointed: bool = True) -> Files:
+    """By name; without its checkpoint, the log is read from the start."""
+    found = {str(p.relative_to(made)): p.read_bytes() for p in sorted(made.rglob("*")) if p.is_file()}
+    return {name: data for name, data in found.items() if checkpointed or "checkpoint" not in name}
 
 
 def _read(files: Files) -> list[dict[str, Any]] | None:
@@ -58,42 +67,38 @@ def _read(files: Files) -> list[dict[str, Any]] | None:
 
 
 def _right(found: list[dict[str, Any]] | None) -> bool:
-    return found is None or sorted(found, key=lambda row: row["id"]) == [
-        row | {"extra": None} for row in ROWS
-    ]
+    return found is None or sorted(found, key=lambda row: row["id"]) == WHOLE
 
 
-def _without_checkpoint(files: Files) -> Files:
-    return {key: data for key, data in files.items() if "checkpoint" not in key}
+@pytest.mark.parametrize("checkpointed", [True, False])
+def test_the_table_as_it_was_made(made: Path, checkpointed: bool) -> None:
+    found = _read(_files(made, checkpointed=checkpointed))
+    assert found is not None
+    assert _right(found)
 
 
-def test_the_table_as_it_was_made(files: Files) -> None:
-    for whole in (files, _without_checkpoint(files)):
-        found = _read(whole)
-        assert found is not None
-        assert _right(found)
-
-
-def test_without_one_of_its_files_it_is_refused_or_whole(files: Files) -> None:
+def test_without_one_of_its_files_it_is_refused_or_whole(made: Path) -> None:
+    files = _files(made)
     for gone in files:
-        found = _read({key: data for key, data in files.items() if key != gone})
+        found = _read({name: data for name, data in files.items() if name != gone})
         if gone == NEWEST:  # then it is a table that never had these rows
-            found = found and found + ROWS[6:]
+            found = found and found + WHOLE[6:]
         assert _right(found), gone
 
 
 @pytest.mark.parametrize("piece", [b"\0", b"garbage", b"PAR1" * 10, b"[]\n", b'{"add":{}}\n', *NASTY[-4:]])
-def test_no_piece_in_place_of_a_file_upsets_the_reader(files: Files, piece: bytes) -> None:
-    for key in files:
-        assert _right(_read(files | {key: piece})), key
+def test_no_piece_in_place_of_a_file_upsets_the_reader(made: Path, piece: bytes) -> None:
+    files = _files(made)
+    for name in files:
+        assert _right(_read(files | {name: piece})), name
 
 
 @pytest.mark.parametrize("checkpointed", [True, False])
 @fuzzed(60)
 @given(data=st.data())
 def test_a_damaged_table_is_read_or_refused_by_name(
-    files: Files, checkpointed: bool, data: st.DataObject
+    made: Path, checkpointed: bool, data: st.DataObject
 ) -> None:
-    whole = files if checkpointed else _without_checkpoint(files)
-    key = data.draw(st.sampled_from(sorted(whole)))
-    _read(whole | {key: data.draw(st.one_of(flipped(whole[key]), damaged(whole[key])))})
+    files = _files(made, checkpointed=checkpointed)
+    name = data.draw(st.sampled_from(sorted(files)))
+    _read(files | {name: data.draw(st.one_of(flipped(files[name]), damaged(files[name])))})

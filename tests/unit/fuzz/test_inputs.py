@@ -190,3 +190,14 @@ def test_no_piece_upsets_a_reader(tmp_path: Path, name: str, piece: bytes) -> No
     ):
         path.write_bytes(data)
         read(path)
+
+
+def test_parquet_text_that_is_no_utf8_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    table = pa.table({"text": ["one", "two"]})
+    pq.write_table(table, path, compression="none", use_dictionary=False, write_statistics=False)
+    written = path.read_bytes()
+    assert written.count(b"two") == 1
+    assert read(path) == table.to_pylist()
+    path.write_bytes(written.replace(b"two", b"t\xffo"))
+    assert read(path) is None
