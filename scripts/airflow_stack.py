@@ -266,6 +266,8 @@ class AirflowStack:
         self.env = {**os.environ, **SETTINGS, **self._own_settings(dags.resolve()), **(env or {})}
         self.api = AirflowApi(f"http://127.0.0.1:{self.port}", self.check)
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._orphaned: list[subprocess.Popen[bytes]] = []
+        """Ended leaders of groups that may have members still."""
         self._logs: list[TextIO] = []
 
     def __enter__(self) -> Self:
@@ -286,10 +288,21 @@ class AirflowStack:
         try:
             for component in self._components:
                 self._processes[component] = self._spawn(component)
-            self._wait_until_ready(timeout)
+            self.wait_until_ready(timeout)
         except BaseException:
             self.stop()
             raise
+
+    def wait_until_ready(self, timeout: float = 240.0) -> None:
+        """Wait until each reports in. Raises `StackError` if one ended, or is not ready in time."""
+        deadline = time.monotonic() + timeout
+        while not self.api.healthy():
+            self.check()
+            if time.monotonic() > deadline:
+                tails = "\n\n".join(f"{c}:\n{self.log_tail(c, 15)}" for c in self._components)
+                raise StackError(f"Airflow is not ready after {timeout:.0f} s\n{tails}")
+            time.sleep(1.0)
+        self.api.login()
 
     def stop(self, grace: float = 15.0) -> None:
         """End what was started: SIGTERM, and SIGKILL after `grace` seconds, to each one's own group."""
@@ -302,16 +315,29 @@ class AirflowStack:
             _signal_group(process, signal.SIGKILL)
             process.wait()
         self._processes.clear()
+        for process in self._orphaned:
+            _signal_group(process, signal.SIGKILL)
+        self._orphaned.clear()
         for log in self._logs:
             log.close()
         self._logs.clear()
 
-    def crash(self, *components: str) -> None:
-        """Kill components hard, with all that they have started, and start them again."""
+    def crash(self, *components: str, alone: bool = False) -> None:
+        """Kill components hard, and start them again.
+
+        Args:
+            components: their names.
+            alone: what they have started lives on until `stop`; else it is killed with them.
+        """
         for component in components:
             process = self._processes[component]
-            _signal_group(process, signal.SIGKILL)
+            if alone:
+                process.kill()
+                self._orphaned.append(process)
+            else:
+                _signal_group(process, signal.SIGKILL)
             process.wait()
+        for component in components:
             self._processes[component] = self._spawn(component)
 
     @property
@@ -382,16 +408,6 @@ class AirflowStack:
 
     def _log_path(self, component: str) -> Path:
         return self.home / "logs" / f"{component}.log"
-
-    def _wait_until_ready(self, timeout: float) -> None:
-        deadline = time.monotonic() + timeout
-        while not self.api.healthy():
-            self.check()
-            if time.monotonic() > deadline:
-                tails = "\n\n".join(f"{c}:\n{self.log_tail(c, 15)}" for c in self._components)
-                raise StackError(f"Airflow is not ready after {timeout:.0f} s\n{tails}")
-            time.sleep(1.0)
-        self.api.login()
 
 
 def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:

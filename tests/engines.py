@@ -169,10 +169,11 @@ class FaultyEngine(InstantEngine):
     """As `InstantEngine`, but a prompt may say what goes wrong with it.
 
     `<<hang>>` never answers · `<<stall>>` stops the whole engine until it is killed · `<<twice>>` two
-    answers · `<<blank>>` an empty answer · `<<invalid N>>` breaks its first N answers · `<<transient N>>`
-    N transient errors first · `<<throttle N>>` the same with a wait asked for · `<<refuse>>` a final
-    error · `<<grammar>>` a grammar error · `<<abort>>` finish reason `abort` · `<<length>>` cut off by
-    `max_tokens` · `<<utf8>>` a lone surrogate · `<<killworker>>` SIGKILL to the worker itself.
+    answers · `<<blank>>` spaces for an answer · `<<empty>>` an empty one · `<<none>>` one without a text ·
+    `<<invalid N>>` breaks its first N answers · `<<transient N>>` N transient errors first ·
+    `<<throttle N>>` the same with a wait asked for · `<<refuse>>` a final error · `<<grammar>>` a grammar
+    error · `<<abort>>` finish reason `abort` · `<<length>>` cut off by `max_tokens` · `<<utf8>>` a lone
+    surrogate · `<<killworker>>` SIGKILL to the worker itself.
     """
 
     def __init__(self, spec: JobSpec) -> None:
@@ -211,6 +212,10 @@ class FaultyEngine(InstantEngine):
                 return [good, good]
             case "blank":
                 return [_changed(good, text="  ")]
+            case "empty":
+                return [_changed(good, text="")]
+            case "none":
+                return [_changed(good, text=None)]
             case "invalid" if tries <= count:
                 return [_changed(good, text="{not an answer")]
             case "transient" | "throttle" if tries <= count:

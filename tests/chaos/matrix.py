@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -16,21 +16,12 @@ from pathlib import Path
 from airflow_batchinfer.errors import BatchInferError, ExitCode
 from airflow_batchinfer.run.commit import chosen_commit
 from airflow_batchinfer.run.layout import RunLayout, run_dir
+from tests.chaos.airflow import airflow_cases
+from tests.chaos.case import Case
 from tests.chaos.injection import TABLE, WRITES, Fault
 from tests.chaos.oracle import Account, durable_rows, tables
 from tests.chaos.run import ROWS, ChaosRun, paid_in, suspended, wake
 from tests.chaos.s3 import s3_cases
-
-CaseFunction = Callable[[Path], Account]
-
-
-@dataclass(frozen=True)
-class Case:
-    """One line of the table: a fault, where it strikes, and the functions that each try it once."""
-
-    fault: str
-    where: str
-    tries: tuple[CaseFunction, ...]
 
 
 @dataclass(frozen=True)
@@ -57,7 +48,7 @@ def run_case(case: Case) -> Line:
         folder = Path(tempfile.mkdtemp(prefix="chaos-"))
         try:
             found = attempt(folder)
-        except (AssertionError, BatchInferError) as error:
+        except Exception as error:  # whatever it is, it fails this try, and no other
             failed.append(f"try {number}: {type(error).__name__}: {error}")
             continue
         lost += found.lost
@@ -78,6 +69,7 @@ def cases(*, random_kills: int, seed: int = 20261129) -> Iterator[Case]:
     yield from _flips(seed)
     yield from _engines()
     yield from _publishing()
+    yield from airflow_cases()
 
 
 # Kills of the worker
@@ -255,6 +247,11 @@ def _flips(seed: int) -> Iterator[Case]:
         "in a part, before the shard resumes",
         tuple(partial(_flip_and_resume, rng.random()) for _ in range(5)),
     )
+    yield Case(
+        "a flipped byte",
+        "in `ledger.json`, before merge: a clear error and no tables until reconcile runs again",
+        tuple(partial(_flip_ledger, rng.random()) for _ in range(5)),
+    )
 
 
 def _flip(name: str, place: float, folder: Path) -> Account:
@@ -273,6 +270,16 @@ def _flip_and_resume(place: float, folder: Path) -> Account:
     _flip_byte(run, "part-00001.parquet", place)
     run.paid_twice = 0  # the damaged part's rows are not durable any more
     run.finish()
+    return run.account()
+
+
+def _flip_ledger(place: float, folder: Path) -> Account:
+    run = _committed_run().copied_to(folder)
+    assert run.wait(run.start(what="reconcile")) == 0
+    _flip_byte(run, "ledger.json", place)
+    if run.wait(run.start(what="merge")) == 0:  # not if the flip is one that says the same
+        return tables(run.store, run.plan, run.paid_twice)
+    assert tables(run.store, run.plan).lost == ROWS, "merge refused the ledger, and published"
     return run.account()
 
 
@@ -297,7 +304,9 @@ def _engines() -> Iterator[Case]:
     yield Case("the engine stalls as a whole", "on one row", (partial(_one_row, "stall", None, quick),))
     yield Case("the engine answers a row twice", "", (partial(_one_row, "twice", "", quick),))
     yield Case(
-        "the engine answers nothing", "a blank text", (partial(_one_row, "blank", "empty_output", quick),)
+        "the engine answers nothing",
+        "spaces, an empty text, none",
+        tuple(partial(_one_row, marker, "empty_output", quick) for marker in ("blank", "empty", "none")),
     )
     yield Case("the engine answers invalid UTF-8", "", (partial(_one_row, "utf8", "", quick),))
     yield Case(
@@ -345,6 +354,11 @@ def _publishing() -> Iterator[Case]:
             ),
         )
         yield Case(f"{what} has no more writes than those", "", (partial(_no_more_writes, what, writes),))
+        yield Case(
+            f"disk full in {what}",
+            "at every write, those to the tables included, then run again",
+            tuple(partial(_fail_at_write, what, nth) for nth in range(1, writes + 1)),
+        )
     yield Case(
         "SIGKILL of a replay",
         f"before each of its first {_REPLAY_WRITES} writes (plan, worker, ledger, tables), then run again",
@@ -397,6 +411,14 @@ def _kill_at_write(what: str, nth: int, when: str, folder: Path) -> Account:
         assert run.wait(run.start(what="reconcile")) == 0
     fault = Fault("kill", operations=(*WRITES, TABLE), nth=nth, when=when)  # type: ignore[arg-type]
     assert run.wait(run.start(fault, what)) == -signal.SIGKILL, "the fault never struck"
+    return run.account()
+
+
+def _fail_at_write(what: str, nth: int, folder: Path) -> Account:
+    run = _committed_run().copied_to(folder)
+    if what == "merge":
+        assert run.wait(run.start(what="reconcile")) == 0
+    assert run.wait(run.start(Fault("enospc", operations=(*WRITES, TABLE), nth=nth), what)) == 1
     return run.account()
 
 

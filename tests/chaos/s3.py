@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -18,24 +17,22 @@ import pyarrow.parquet as pq
 from airflow_batchinfer.errors import ExitCode
 from airflow_batchinfer.pipeline.split import newest_plan
 from airflow_batchinfer.store import open_store
+from tests.chaos.case import Case
 from tests.chaos.oracle import Account
 from tests.chaos.run import NO_FAULT, ChaosRun, chaos_job, start_victim
 from tests.s3 import FaultyProxy, MotoServer
 from tests.s3.proxy import Fault as S3Fault
 
-if TYPE_CHECKING:
-    from tests.chaos.matrix import Case
-
 _URI = "s3://batch/store"
 _WRITE_FAULTS: tuple[S3Fault, ...] = ("500", "503", "slowdown", "429", "reset", "short", "drop_after", "slow")
 _READ_FAULTS: tuple[S3Fault, ...] = ("500", "slowdown", "reset", "partial", "short")
 _BIG_ROWS = 40
+_UPLOAD = (("PUT", "partNumber=1"), ("PUT", "partNumber=2"), ("POST", "uploadId="))
+"""Requests of an upload in pieces: method, and what its address holds."""
 
 
 def s3_cases() -> Iterator[Case]:
     """Storage errors on S3."""
-    from tests.chaos.matrix import Case
-
     for method, faults in (("PUT", _WRITE_FAULTS), ("GET", _READ_FAULTS)):
         what = "write" if method == "PUT" else "read"
         yield Case(
@@ -43,16 +40,15 @@ def s3_cases() -> Iterator[Case]:
             f"the first {method} of each object: {', '.join(faults)}",
             tuple(partial(_once_each, method, fault) for fault in faults),
         )
-    yield Case(
-        "S3 throttles for long",
-        "503 SlowDown on parts and commits from the second part on, until the worker gives up",
-        (_throttled,),
-    )
-    yield Case(
-        "a multipart upload breaks off",
-        "at its second piece: an error, SIGKILL of split",
-        (partial(_multipart, False), partial(_multipart, True)),
-    )
+    point = "on parts and commits from the second part on, until the worker gives up"
+    yield Case("S3 throttles for long", f"503 SlowDown {point}", (partial(_refused, "slowdown"),))
+    yield Case("S3 takes the permission away", f"403 AccessDenied {point}", (partial(_refused, "denied"),))
+    for kills, what in ((False, "an error"), (True, "SIGKILL of split")):
+        yield Case(
+            "a multipart upload breaks off",
+            f"at its first piece, its second, its completion: {what}; then split again",
+            tuple(partial(_multipart, request, kills) for request in _UPLOAD),
+        )
 
 
 @contextmanager
@@ -85,13 +81,13 @@ def _once_each(method: str, fault: S3Fault, folder: Path) -> Account:
         return run.account()
 
 
-def _throttled(folder: Path) -> Account:
+def _refused(fault: S3Fault, folder: Path) -> Account:
     with _server(folder) as proxy:
         run = ChaosRun(folder, store=_URI)
 
         def rule(method: str, path: str) -> S3Fault | None:
             late = "part-" in path and "part-00000" not in path
-            return "slowdown" if method == "PUT" and (late or "commit.json" in path) else None
+            return fault if method == "PUT" and (late or "commit.json" in path) else None
 
         proxy.rule = rule
         code = run.attempt()
@@ -101,7 +97,7 @@ def _throttled(folder: Path) -> Account:
         return run.account()
 
 
-def _multipart(kills: bool, folder: Path) -> Account:
+def _multipart(request: tuple[str, str], kills: bool, folder: Path) -> Account:
     """The rows file goes up in pieces; half of it must be nothing to any reader, and no hindrance."""
     pq.write_table(
         pa.table({"text": [secrets.token_hex(256 * 1024) for _ in range(_BIG_ROWS)]}), folder / "in.parquet"
@@ -110,7 +106,7 @@ def _multipart(kills: bool, folder: Path) -> Account:
         spec = chaos_job(folder, _URI, input={"path": str(folder / "in.parquet")})
         (folder / "job.yaml").write_text(spec.to_yaml())
         split = start_victim(folder, NO_FAULT, "split", [str(folder / "job.yaml")])
-        proxy.rule = _at_second_piece(split, kills)
+        proxy.rule = _at_request(request, split, kills)
         code = split.wait(60)
         assert proxy.made, "nothing was uploaded in pieces"
         assert code == (-signal.SIGKILL if kills else 1), f"exit {code}; log: {folder / 'log.txt'}"
@@ -126,9 +122,11 @@ def _multipart(kills: bool, folder: Path) -> Account:
         return run.account()
 
 
-def _at_second_piece(process: subprocess.Popen[bytes], kills: bool) -> Callable[[str, str], S3Fault | None]:
+def _at_request(
+    request: tuple[str, str], process: subprocess.Popen[bytes], kills: bool
+) -> Callable[[str, str], S3Fault | None]:
     def rule(method: str, path: str) -> S3Fault | None:
-        if method != "PUT" or "partNumber=2" not in path:
+        if method != request[0] or request[1] not in path:
             return None
         if kills:
             process.kill()

@@ -6,7 +6,8 @@ import dataclasses
 
 import pytest
 
-from tests.chaos.matrix import Case, cases, run_case
+from tests.chaos.case import Case
+from tests.chaos.matrix import cases, run_case
 
 pytestmark = pytest.mark.airflow_env
 

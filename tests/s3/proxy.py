@@ -17,11 +17,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-Fault = Literal["503", "500", "slowdown", "429", "reset", "partial", "short", "slow", "drop_after"]
+Fault = Literal["503", "500", "slowdown", "denied", "429", "reset", "partial", "short", "slow", "drop_after"]
 """What may happen to a request:
 
 - `503`, `500`: refused with that status and no body.
-- `slowdown`: 503 with S3's throttling code. `429`: that status and no body.
+- `slowdown`: 503 with S3's throttling code. `429`: that status and no body. `denied`: 403, access denied.
 - `reset`: the connection is reset before an answer.
 - `partial`: the connection closes in the middle of the answer's body.
 - `short`: the request is passed on, the answer is reset halfway through its head.
@@ -29,6 +29,7 @@ Fault = Literal["503", "500", "slowdown", "429", "reset", "partial", "short", "s
 """
 
 _SLOW_DOWN = b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
+_DENIED = b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"
 
 
 class FaultyProxy:
@@ -112,8 +113,9 @@ def _handler(proxy: FaultyProxy) -> type[BaseHTTPRequestHandler]:
                 case "503" | "500" | "429":
                     self._answer(int(fault), [], b"")
                     return
-                case "slowdown":
-                    self._answer(503, [("Content-Type", "application/xml")], _SLOW_DOWN)
+                case "slowdown" | "denied":
+                    status, data = (503, _SLOW_DOWN) if fault == "slowdown" else (403, _DENIED)
+                    self._answer(status, [("Content-Type", "application/xml")], data)
                     return
                 case "reset":
                     self._reset()

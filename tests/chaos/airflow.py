@@ -1,0 +1,215 @@
+"""Faults of a real Airflow, while its tasks run shards: one stack for all cases, made by the first."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import signal
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from pathlib import Path
+
+from scripts.airflow_stack import AirflowStack
+from tests.chaos.case import Case, CaseFunction
+from tests.chaos.oracle import Account, durable_rows, tables
+from tests.chaos.run import ROOT
+from tests.integration.runs import (
+    StoredRun,
+    job_fields,
+    paid,
+    parent_of,
+    wait_until,
+    worker_of,
+    write_input,
+)
+
+_DAG = "shaken_job"
+_SHARDS = 4
+_SHARD_ROWS = 24
+_PART_ROWS = 4
+_SLOW = {"delay_seconds": 1.0, "max_in_flight": 2}
+"""Two rows a second and shard: a shard outlasts the start of the others, and a fault."""
+_SETTINGS = {
+    "PYTHONPATH": str(ROOT),
+    # A new scheduler takes its predecessor for dead after 30 seconds, and looks after 10 more, not after 300.
+    "AIRFLOW__SCHEDULER__ORPHANED_TASKS_CHECK_INTERVAL": "10",
+}
+
+
+def airflow_cases() -> Iterator[Case]:
+    """SIGKILL of each of Airflow's processes, and a task whose state is a lie."""
+    point = f"when each of {_SHARDS} shards has a part and runs on"
+    yield Case("Airflow: SIGKILL of a task's process", f"{point}, two of them; costs each a retry", (_kill,))
+    crashes: tuple[tuple[str, str, CaseFunction], ...] = (
+        (
+            "the scheduler, its executor and the tasks' supervisors",
+            "restarted; costs each task a retry",
+            partial(_crash, ("scheduler",), tries=2),
+        ),
+        (
+            "the scheduler alone",
+            "restarted, and starts each task a second time while the first still runs",
+            partial(_crash, ("scheduler",), tries=2, alone=True, shard_rows=5 * _SHARD_ROWS),
+        ),
+        (
+            "the API server",
+            "restarted while the tasks run on; costs no retry",
+            partial(_crash, ("api-server",), tries=1),
+        ),
+        (
+            "the DAG processor",
+            "restarted while the tasks run on; costs no retry",
+            partial(_crash, ("dag-processor",), tries=1),
+        ),
+        (
+            "all of them at once",
+            "restarted; costs each task a retry",
+            partial(_crash, ("scheduler", "api-server", "dag-processor"), tries=2),
+        ),
+    )
+    for what, then, crash in crashes:
+        yield Case(f"Airflow: SIGKILL of {what}", f"{point}; {then}", (crash,))
+    yield Case(
+        "Airflow: a task's state forced to success",
+        f"{point}, and its process killed: reconcile fails the run until the task is cleared",
+        (_forge,),
+    )
+
+
+@cache
+def _stack() -> AirflowStack:
+    home = Path(tempfile.mkdtemp(prefix="chaos-airflow-"))
+    atexit.register(shutil.rmtree, home, ignore_errors=True)
+    stack = AirflowStack(home, ROOT / "tests" / "chaos" / "dags", env=_SETTINGS)
+    stack.start()
+    atexit.register(stack.stop)
+    stack.api.wait_for_dag(_DAG)
+    return stack
+
+
+class _AirflowRun:
+    """A run of several shards, triggered; what Airflow, the store and the engine's own log say of it."""
+
+    def __init__(self, folder: Path, shard_rows: int = _SHARD_ROWS) -> None:
+        self.stack, self.api = _stack(), _stack().api
+        self.api.fail_unfinished(_DAG)  # what an earlier case that failed may have left
+        self._paid_log = folder / "paid.tsv"
+        self._paid_log.touch()
+        source = write_input(folder / "in.jsonl", [f"ticket {i}" for i in range(_SHARDS * shard_rows)])
+        engine = {**_SLOW, "paid_log": str(self._paid_log)}
+        fields = job_fields(
+            folder / "store",
+            "shaken",
+            source,
+            model={"backend": "tests.engines:FaultyEngine", "engine": engine},
+            sharding={"max_rows": shard_rows, "max_parallel_shards": _SHARDS},
+            checkpoint={"rows": _PART_ROWS, "grace_seconds": 5, "progress_seconds": 1},
+        )
+        self.run_id = self.api.trigger(_DAG, {"spec": fields})
+        self.stored = StoredRun(folder / "store", "shaken", self.run_id)
+        self._durable: set[int] = set()
+        self._paid: Counter[int] = Counter()
+
+    def strike(self, fault: Callable[[], None]) -> None:
+        """Let the fault happen at the point, and note what was durable and paid by then."""
+        wait_until(lambda: all(self._parts(shard) for shard in range(_SHARDS)), "a part of each shard", 180)
+        assert self.running(), "no shard runs any more: the fault strikes nothing"
+        fault()
+        for shard in range(_SHARDS):
+            self._durable |= durable_rows(self.stored.store, self.stored.layout, shard)
+        self._paid = paid(self._paid_log)
+
+    def _parts(self, shard: int) -> list[str]:
+        stored = self.stored
+        return [info.key for info in stored.store.list(stored.layout.shard(shard)) if "/part-" in info.key]
+
+    def running(self) -> list[int]:
+        """Shards whose worker runs."""
+        return [shard for shard in range(_SHARDS) if worker_of(self.stored.layout.folder, shard) is not None]
+
+    def kill_task(self, shard: int) -> None:
+        """SIGKILL to the process in which Airflow runs the shard's task."""
+        worker = worker_of(self.stored.layout.folder, shard)
+        assert worker is not None, f"shard {shard} has no worker"
+        task = parent_of(worker)
+        assert b"airflow worker -- " in Path(f"/proc/{task}/cmdline").read_bytes(), "not Airflow's task"
+        assert _is_below(task, self.stack.pids), "not of this Airflow"
+        os.kill(task, signal.SIGKILL)
+
+    def check_tries(self, wanted: dict[int, int]) -> None:
+        """Fail unless each infer task took as many tries as this, but for Airflow's own mistakes."""
+        tasks = [t for t in self.api.tasks(_DAG, self.run_id) if t["task_id"] == "infer"]
+        mistakes = self.api.state_mismatches(_DAG, self.run_id, "infer")
+        taken = {t["map_index"]: t["try_number"] - mistakes.get(t["map_index"], 0) for t in tasks}
+        assert taken == wanted, f"tries by task: {taken}, not {wanted}"
+
+    def ends(self) -> str:
+        """How Airflow says that the run ended; with each task's state where it matters."""
+        state = self.api.wait(_DAG, self.run_id)
+        return state if state == "success" else f"{state}: {self.api.states(_DAG, self.run_id)}"
+
+    def account(self) -> Account:
+        """The oracle's word on the tables that the run itself published."""
+        ended = self.ends()
+        assert ended == "success", ended
+        again = paid(self._paid_log) - self._paid
+        return tables(self.stored.store, self.stored.plan, sum(again[row] for row in self._durable))
+
+
+def _is_below(pid: int, roots: list[int]) -> bool:
+    """Whether one of `roots` is a process or has started it, through whatever generations."""
+    while pid > 1 and pid not in roots:
+        pid = parent_of(pid)
+    return pid in roots
+
+
+def _kill(folder: Path) -> Account:
+    run = _AirflowRun(folder)
+    struck: list[int] = []
+
+    def kill() -> None:
+        struck.extend(run.running()[-2:])
+        for shard in struck:
+            run.kill_task(shard)
+
+    run.strike(kill)
+    found = run.account()
+    run.check_tries({shard: 2 if shard in struck else 1 for shard in range(_SHARDS)})
+    return found
+
+
+def _crash(
+    components: tuple[str, ...],
+    folder: Path,
+    *,
+    tries: int,
+    alone: bool = False,
+    shard_rows: int = _SHARD_ROWS,
+) -> Account:
+    run = _AirflowRun(folder, shard_rows)
+    run.strike(partial(run.stack.crash, *components, alone=alone))
+    run.stack.wait_until_ready()
+    found = run.account()
+    run.check_tries(dict.fromkeys(range(_SHARDS), tries))
+    return found
+
+
+def _forge(folder: Path) -> Account:
+    run = _AirflowRun(folder)
+    forged: list[int] = []
+
+    def forge() -> None:
+        forged.append(run.running()[-1])
+        run.api.set_state(_DAG, run.run_id, "infer", "success", map_index=forged[0])
+        run.kill_task(forged[0])
+
+    run.strike(forge)
+    ended = run.ends()
+    states = run.api.states(_DAG, run.run_id)
+    assert states[f"infer[{forged[0]}]"] == "success", states
+    assert (states["reconcile"], states["merge"]) == ("failed", "upstream_failed"), ended
+    run.api.clear(_DAG, run.run_id, [["infer", forged[0]]], only_failed=False)
+    return run.account()
