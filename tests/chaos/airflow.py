@@ -8,7 +8,7 @@ import shutil
 import signal
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
 
@@ -28,7 +28,7 @@ from tests.integration.runs import (
 
 _DAG = "shaken_job"
 _SHARDS = 4
-_SHARD_ROWS = 24
+_SHARD_ROWS = 36
 _PART_ROWS = 4
 _SLOW = {"delay_seconds": 1.0, "max_in_flight": 2}
 """Two rows a second and shard: a shard outlasts the start of the others, and a fault."""
@@ -41,40 +41,40 @@ _SETTINGS = {
 
 def airflow_cases() -> Iterator[Case]:
     """SIGKILL of each of Airflow's processes, and a task whose state is a lie."""
-    point = f"when each of {_SHARDS} shards has a part and runs on"
-    yield Case("Airflow: SIGKILL of a task's process", f"{point}, two of them; costs each a retry", (_kill,))
+    point = f"once each of {_SHARDS} shards has a part, while they run"
+    yield Case("Airflow: SIGKILL of a task's process", f"{point}; two of them, costs each a retry", (_kill,))
     crashes: tuple[tuple[str, str, CaseFunction], ...] = (
         (
             "the scheduler, its executor and the tasks' supervisors",
             "restarted; costs each task a retry",
-            partial(_crash, ("scheduler",), tries=2),
+            partial(_crash, ("scheduler",)),
         ),
         (
             "the scheduler alone",
-            "restarted, and starts each task a second time while the first still runs",
-            partial(_crash, ("scheduler",), tries=2, alone=True, shard_rows=5 * _SHARD_ROWS),
+            "restarted while the tasks run on, and starts them again; costs each a retry",
+            partial(_crash, ("scheduler",), alone=True, shard_rows=4 * _SHARD_ROWS),
         ),
         (
             "the API server",
             "restarted while the tasks run on; costs no retry",
-            partial(_crash, ("api-server",), tries=1),
+            partial(_crash, ("api-server",), retried=False),
         ),
         (
             "the DAG processor",
             "restarted while the tasks run on; costs no retry",
-            partial(_crash, ("dag-processor",), tries=1),
+            partial(_crash, ("dag-processor",), retried=False),
         ),
         (
             "all of them at once",
             "restarted; costs each task a retry",
-            partial(_crash, ("scheduler", "api-server", "dag-processor"), tries=2),
+            partial(_crash, ("scheduler", "api-server", "dag-processor")),
         ),
     )
     for what, then, crash in crashes:
         yield Case(f"Airflow: SIGKILL of {what}", f"{point}; {then}", (crash,))
     yield Case(
         "Airflow: a task's state forced to success",
-        f"{point}, and its process killed: reconcile fails the run until the task is cleared",
+        f"{point}, and its process is killed: reconcile fails the run until the task is cleared",
         (_forge,),
     )
 
@@ -113,22 +113,24 @@ class _AirflowRun:
         self._durable: set[int] = set()
         self._paid: Counter[int] = Counter()
 
-    def strike(self, fault: Callable[[], None]) -> None:
-        """Let the fault happen at the point, and note what was durable and paid by then."""
+    def strike(self, fault: Callable[[list[int]], None]) -> list[int]:
+        """Let the fault happen at the point, and note what was durable and paid by then.
+
+        Args:
+            fault: is given the shards whose worker runs; they are returned as well.
+        """
         wait_until(lambda: all(self._parts(shard) for shard in range(_SHARDS)), "a part of each shard", 180)
-        assert self.running(), "no shard runs any more: the fault strikes nothing"
-        fault()
+        running = [s for s in range(_SHARDS) if worker_of(self.stored.layout.folder, s) is not None]
+        assert running, "no shard runs any more: the fault strikes nothing"
+        fault(running)
         for shard in range(_SHARDS):
             self._durable |= durable_rows(self.stored.store, self.stored.layout, shard)
         self._paid = paid(self._paid_log)
+        return running
 
     def _parts(self, shard: int) -> list[str]:
         stored = self.stored
         return [info.key for info in stored.store.list(stored.layout.shard(shard)) if "/part-" in info.key]
-
-    def running(self) -> list[int]:
-        """Shards whose worker runs."""
-        return [shard for shard in range(_SHARDS) if worker_of(self.stored.layout.folder, shard) is not None]
 
     def kill_task(self, shard: int) -> None:
         """SIGKILL to the process in which Airflow runs the shard's task."""
@@ -139,12 +141,12 @@ class _AirflowRun:
         assert _is_below(task, self.stack.pids), "not of this Airflow"
         os.kill(task, signal.SIGKILL)
 
-    def check_tries(self, wanted: dict[int, int]) -> None:
-        """Fail unless each infer task took as many tries as this, but for Airflow's own mistakes."""
+    def check_retried(self, shards: Sequence[int]) -> None:
+        """Fail unless the tasks of these shards took two tries, and the others one."""
         tasks = [t for t in self.api.tasks(_DAG, self.run_id) if t["task_id"] == "infer"]
-        mistakes = self.api.state_mismatches(_DAG, self.run_id, "infer")
-        taken = {t["map_index"]: t["try_number"] - mistakes.get(t["map_index"], 0) for t in tasks}
-        assert taken == wanted, f"tries by task: {taken}, not {wanted}"
+        tries = {t["map_index"]: t["try_number"] for t in tasks}
+        wanted = {shard: 2 if shard in shards else 1 for shard in range(_SHARDS)}
+        assert tries == wanted, f"tries by task: {tries}, not {wanted}"
 
     def ends(self) -> str:
         """How Airflow says that the run ended; with each task's state where it matters."""
@@ -168,16 +170,14 @@ def _is_below(pid: int, roots: list[int]) -> bool:
 
 def _kill(folder: Path) -> Account:
     run = _AirflowRun(folder)
-    struck: list[int] = []
 
-    def kill() -> None:
-        struck.extend(run.running()[-2:])
-        for shard in struck:
+    def kill(running: list[int]) -> None:
+        for shard in running[-2:]:
             run.kill_task(shard)
 
-    run.strike(kill)
+    struck = run.strike(kill)[-2:]
     found = run.account()
-    run.check_tries({shard: 2 if shard in struck else 1 for shard in range(_SHARDS)})
+    run.check_retried(struck)
     return found
 
 
@@ -185,31 +185,29 @@ def _crash(
     components: tuple[str, ...],
     folder: Path,
     *,
-    tries: int,
+    retried: bool = True,
     alone: bool = False,
     shard_rows: int = _SHARD_ROWS,
 ) -> Account:
     run = _AirflowRun(folder, shard_rows)
-    run.strike(partial(run.stack.crash, *components, alone=alone))
+    struck = run.strike(lambda _: run.stack.crash(*components, alone=alone))
     run.stack.wait_until_ready()
     found = run.account()
-    run.check_tries(dict.fromkeys(range(_SHARDS), tries))
+    run.check_retried(struck if retried else [])
     return found
 
 
 def _forge(folder: Path) -> Account:
     run = _AirflowRun(folder)
-    forged: list[int] = []
 
-    def forge() -> None:
-        forged.append(run.running()[-1])
-        run.api.set_state(_DAG, run.run_id, "infer", "success", map_index=forged[0])
-        run.kill_task(forged[0])
+    def forge(running: list[int]) -> None:
+        run.api.set_state(_DAG, run.run_id, "infer", "success", map_index=running[-1])
+        run.kill_task(running[-1])
 
-    run.strike(forge)
+    forged = run.strike(forge)[-1]
     ended = run.ends()
     states = run.api.states(_DAG, run.run_id)
-    assert states[f"infer[{forged[0]}]"] == "success", states
+    assert states[f"infer[{forged}]"] == "success", states
     assert (states["reconcile"], states["merge"]) == ("failed", "upstream_failed"), ended
-    run.api.clear(_DAG, run.run_id, [["infer", forged[0]]], only_failed=False)
+    run.api.clear(_DAG, run.run_id, [["infer", forged]], only_failed=False)
     return run.account()
