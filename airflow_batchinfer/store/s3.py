@@ -39,20 +39,15 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _MAX_ATTEMPTS = 10
-"""Of each request, in all; with the backoff this outlasts two minutes of throttling."""
+"""Of each request by boto3, which outlasts two minutes of throttling; and of each answer that breaks off."""
 _MAX_BACKOFF_SECONDS = 20.0
 _CONNECT_SECONDS = 10.0
 _READ_SECONDS = 60.0
 _MULTIPART_BYTES = 64 * 1024 * 1024
 """Files above it are uploaded in parts of this size; S3 takes 10,000 parts, so up to 625 GiB."""
 _UPLOAD_THREADS = 4
-_BROKEN_BODY = (
-    boto.IncompleteReadError,
-    boto.ResponseStreamingError,
-    boto.ReadTimeoutError,
-    boto.ConnectionError,
-)
-"""A body that broke off: boto3 retries requests, but not the reading of an answer."""
+_BROKEN_OFF = (boto.IncompleteReadError, boto.ResponseStreamingError, urllib3.exceptions.HTTPError)
+"""An answer that broke off while it was read. boto3 retries requests, but not the reading of an answer."""
 
 
 class S3Store:
@@ -85,22 +80,8 @@ class S3Store:
 
     def read_bytes(self, key: str) -> bytes:
         name = self._name(key)
-        for attempt in range(1, _MAX_ATTEMPTS + 1):
-            with store_errors("read", self.uri_of(key)):
-                answer = _answered(partial(self._client().get_object, Bucket=self._bucket, Key=name))
-                try:
-                    data = answer["Body"].read()
-                except _BROKEN_BODY:
-                    if attempt == _MAX_ATTEMPTS:
-                        raise
-                    time.sleep(_backoff(attempt))
-                    continue
-            if len(data) != answer["ContentLength"]:
-                raise StoreError(
-                    f"cannot read {self.uri_of(key)}: {len(data)} of {answer['ContentLength']} bytes came"
-                )
-            return data
-        raise AssertionError("the last attempt returns or raises")
+        with store_errors("read", self.uri_of(key)):
+            return _answered(partial(_get, self._client(), self._bucket, name))
 
     def write_bytes(self, key: str, data: bytes) -> None:
         name = self._name(key)
@@ -305,12 +286,23 @@ class _Location:
     """Whether the bucket's name stands in the host name."""
 
 
+def _get(client: S3Client, bucket: str, name: str) -> bytes:
+    """The object, whole."""
+    body = client.get_object(Bucket=bucket, Key=name)["Body"]
+    try:
+        return body.read()  # which counts the bytes
+    except boto.ReadTimeoutError as error:  # told apart from a request that boto3 has given up on
+        raise boto.ResponseStreamingError(error=error) from error
+
+
 def _answered(ask: Callable[[], T]) -> T:
-    """The answer to a request that may be made twice: boto3 does not ask again where an answer breaks off."""
+    """The whole answer to a request that may be made twice, asked for anew where it breaks off."""
     for attempt in range(1, _MAX_ATTEMPTS):
         try:
             return ask()
-        except urllib3.exceptions.HTTPError:
+        except boto.ReadTimeoutError:  # no answer at all, though boto3 has asked all times; also an HTTPError
+            raise
+        except _BROKEN_OFF:
             time.sleep(_backoff(attempt))
     return ask()
 

@@ -96,7 +96,7 @@ def store_errors(operation: str, uri: str) -> Iterator[None]:
         if code_of(error) in NOT_FOUND_CODES:
             raise FileNotFoundError(f"{uri} does not exist") from error
         raise StoreError(f"cannot {operation} {uri}: {explain(error)}") from error
-    except urllib3.exceptions.HTTPError as error:  # raised past botocore while it reads an answer
-        raise StoreError(f"cannot {operation} {uri}: the server's answer broke off: {error}") from error
     except (boto.BotoCoreError, Boto3Error) as error:
         raise StoreError(f"cannot {operation} {uri}: {explain(error)}") from error
+    except urllib3.exceptions.HTTPError as error:  # raised past botocore while it reads an answer
+        raise StoreError(f"cannot {operation} {uri}: the server's answer broke off: {error}") from error

@@ -7,6 +7,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,10 @@ def big_file(path: Path, megabytes: int = 70) -> str:
             file.write(block)
             digest.update(block)
     return digest.hexdigest()
+
+
+def _always(fault: Any, method: str, path: str) -> Any:
+    return fault
 
 
 class TestPromises:
@@ -216,6 +221,26 @@ class TestTrouble:
         with pytest.raises(FileNotFoundError):
             shaky.read_bytes("missing")
         assert proxy.made == ["partial"] * 3
+
+    def test_each_request_has_one_bound(self, shaky: S3Store, proxy: FaultyProxy, monkeypatch: Any) -> None:
+        """boto3's attempts, or ours where an answer breaks off: never the one times the other."""
+        monkeypatch.setattr("airflow_batchinfer.store.s3._MAX_ATTEMPTS", 2)
+        monkeypatch.setattr("airflow_batchinfer.store.s3._READ_SECONDS", 0.2)
+        shaky.write_bytes("a", bytes(1000))
+        for fault, told in (
+            ("partial", "response stream|total bytes"),
+            ("slow", "Read timeout"),
+            ("reset", "Connection was closed"),
+            ("slowdown", "SlowDown"),
+        ):
+            proxy.made.clear()
+            proxy.rule = partial(_always, fault)
+            with pytest.raises(StoreError, match=rf"cannot read .*({told})"):
+                shaky.read_bytes("a")
+            assert proxy.made == [fault, fault]
+        with pytest.raises(StoreError, match="cannot list"):
+            list(shaky.list(""))
+        assert len(proxy.made) == 4
 
     def test_arrow_survives_a_body_that_breaks_off(
         self, store: S3Store, shaky: S3Store, proxy: FaultyProxy
