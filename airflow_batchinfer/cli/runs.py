@@ -30,7 +30,7 @@ def runs(arguments: argparse.Namespace) -> None:
 
 def show(arguments: argparse.Namespace) -> None:
     """Print one run: its shards, its sums, and what is wrong with it."""
-    from airflow_batchinfer.pipeline.accounting import account_of
+    from airflow_batchinfer.pipeline.accounting import read_account
 
     store = store_of(arguments)
     status = _status(store, arguments.folder)
@@ -47,13 +47,13 @@ def show(arguments: argparse.Namespace) -> None:
     stop = read_stop(store, arguments.folder)
     if stop is not None:
         print(f"stopped      {stop.advice(arguments.folder)}")
-    ledger = _ledger(store, layout)
-    quarantined = account_of(store, arguments.folder, ledger).quarantine.rows if ledger else 0
+    account = read_account(store, arguments.folder)
+    quarantined = account.quarantine.rows if account else 0
     if quarantined:
         print(
             f"quarantined  {quarantined:,} of the succeeded rows fail an expectation: invalid, dead letters"
         )
-    for problem in ledger.problems if ledger else []:
+    for problem in account.ledger.problems if account else []:
         print(f"problem      {problem}")
     if store.exists(layout.report("html")):
         print(f"report       {store.uri_of(layout.report('html'))}")
@@ -92,17 +92,16 @@ def _stage(store: Store, status: RunStatus) -> str:
         return "stopped"
     if store.exists(layout.merge):
         return "published"
-    ledger = _ledger(store, layout)
-    if ledger is not None and ledger.complete:
+    if _is_reconciled(store, layout):
         return "reconciled"
     return "inferred" if status.shards_done == len(status.shards) else "inferring"
 
 
-def _ledger(store: Store, layout: RunLayout) -> Ledger | None:
+def _is_reconciled(store: Store, layout: RunLayout) -> bool:
     try:
-        return Ledger.read(store, layout.ledger)
+        return Ledger.read(store, layout.ledger).complete
     except FileNotFoundError:
-        return None
+        return False
 
 
 def _job_argument(parser: argparse.ArgumentParser) -> None:

@@ -63,6 +63,15 @@ class Account:
         return counts | {good: counts.get(good, 0) - rows, bad: counts.get(bad, 0) + rows}
 
 
+def read_account(store: Store, folder: str) -> Account | None:
+    """The account after the ledger that the run has; none if it has none. Raises `CorruptError`."""
+    try:
+        ledger = Ledger.read(store, RunLayout(folder).ledger)
+    except FileNotFoundError:
+        return None
+    return account_of(store, folder, ledger)
+
+
 def account_of(store: Store, folder: str, ledger: Ledger) -> Account:
     """The account after a ledger. Nothing is quarantined as long as no verdict judges this very ledger.
 

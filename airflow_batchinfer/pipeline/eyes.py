@@ -9,13 +9,12 @@ from collections.abc import Iterator
 from pydantic import Field
 
 from airflow_batchinfer.errors import InputError
-from airflow_batchinfer.pipeline.accounting import account_of
 from airflow_batchinfer.pipeline.answers import shards_of
+from airflow_batchinfer.pipeline.quarantine import Quarantine
 from airflow_batchinfer.pipeline.shown import RowPicker, ShownRow
 from airflow_batchinfer.pipeline.statistics import wilson
 from airflow_batchinfer.run.document import Document
 from airflow_batchinfer.run.layout import RunLayout
-from airflow_batchinfer.run.ledger import Ledger
 from airflow_batchinfer.run.plan import Plan
 from airflow_batchinfer.store import Store
 
@@ -46,26 +45,28 @@ class Review(Document):
         )
 
 
-def write_sheet(store: Store, folder: str, rows: int) -> str:
+def write_sheet(store: Store, plan: Plan, quarantine: Quarantine) -> None:
     """Write `review.csv`, a seeded sample of rows that succeeded, with `correct` to be filled in.
+
+    It has `report.review_rows` rows; there is no sheet if that is 0.
 
     A sheet that is there is left alone: somebody may have begun to fill it in. Cells that a spreadsheet
     would take for a formula get an apostrophe in front.
 
-    Returns:
-        The sheet's key.
+    Args:
+        store: the run's.
+        plan: the run's.
+        quarantine: what validation took out of the results.
 
     Raises:
         CorruptError, StoreError: the run cannot be read, or the sheet not be written.
     """
-    layout = RunLayout(folder)
-    if store.exists(layout.review("csv")):
-        return layout.review("csv")
-    plan = Plan.read(store, layout.plan)
-    picker = RowPicker(rows, 0, plan.spec.report.seed)
+    sheet = RunLayout(plan.folder).review("csv")
+    if not plan.spec.report.review_rows or store.exists(sheet):
+        return
+    picker = RowPicker(plan.spec.report.review_rows, 0, plan.spec.report.seed)
     opened = {}
-    ledger = Ledger.read(store, layout.ledger)
-    for shard in shards_of(store, plan, quarantine=account_of(store, folder, ledger).quarantine):
+    for shard in shards_of(store, plan, quarantine=quarantine):
         opened[shard.planned.shard] = shard
         picker.see(shard)
     text = io.StringIO()
@@ -74,8 +75,7 @@ def write_sheet(store: Store, folder: str, rows: int) -> str:
     for row in sorted(picker.succeeded(opened), key=lambda row: row.row_id):
         writer.writerow([_plain(cell) for cell in _cells(row)])
     # The mark at the start makes spreadsheets read UTF-8.
-    store.write_bytes(layout.review("csv"), text.getvalue().encode("utf-8-sig"))
-    return layout.review("csv")
+    store.write_bytes(sheet, text.getvalue().encode("utf-8-sig"))
 
 
 def read_sheet(store: Store, folder: str, filled: bytes | None = None) -> Review:

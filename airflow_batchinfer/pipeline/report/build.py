@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import Literal, TypeVar
 
-from airflow_batchinfer.pipeline.accounting import Account, account_of
+from airflow_batchinfer.pipeline.accounting import Account
 from airflow_batchinfer.pipeline.answers import ShardAnswers, shards_of
 from airflow_batchinfer.pipeline.attempts import Attempt, attempts_of
 from airflow_batchinfer.pipeline.eyes import read_review
@@ -33,8 +33,13 @@ Status = Literal["published", "held", "not published", "stopped", "incomplete"]
 _D = TypeVar("_D", bound=Document)
 
 
-def build_report(store: Store, plan: Plan) -> Report:
+def build_report(store: Store, plan: Plan, account: Account | None) -> Report:
     """Read the run, one shard in memory at a time.
+
+    Args:
+        store: the run's.
+        plan: the run's.
+        account: the run's, if it has one by now.
 
     Raises:
         CorruptError: a part or document cannot be read, naming it.
@@ -46,8 +51,7 @@ def build_report(store: Store, plan: Plan) -> Report:
     profile, lines, paid = Profile(), [], 0
     engine: dict[str, str] = {}
     opened: dict[int, ShardAnswers] = {}
-    ledger = _optional(Ledger, store, layout.ledger)
-    account = account_of(store, plan.folder, ledger) if ledger else None
+    ledger = account.ledger if account else None
     for shard in shards_of(store, plan, quarantine=account.quarantine if account else None):
         opened[shard.planned.shard] = shard
         own = profile_shard(shard)
@@ -58,12 +62,9 @@ def build_report(store: Store, plan: Plan) -> Report:
         lines.append(_line(shard, own, attempts, start))
         engine = engine or (shard.commit.engine if shard.commit else {})
 
-    ledger_sha256, quarantine_sha256 = account.digests if account else (None, None)
     verdict = _optional(Verdict, store, layout.validation)
     merged = _optional(MergeResult, store, layout.merge)
-    published = merged is not None and (
-        (merged.ledger_sha256, merged.quarantine_sha256) == (ledger_sha256, quarantine_sha256)
-    )
+    published = merged is not None and account is not None and merged.is_of(account)
     unprocessed = plan.rows - profile.rows
     problems = _problems(plan, profile, account, lines)
     status: Status
@@ -81,6 +82,7 @@ def build_report(store: Store, plan: Plan) -> Report:
         prompt=profile.prompt_tokens.total, output=profile.output_tokens.total, cached=profile.cached_tokens
     )
     throughput = _throughput(profile, lines)
+    ledger_sha256, quarantine_sha256 = account.digests if account else (None, None)
     prices = plan.spec.cost
     return Report(
         job=plan.job,

@@ -8,6 +8,7 @@ import jinja2
 from markupsafe import Markup
 
 from airflow_batchinfer.pipeline import words
+from airflow_batchinfer.pipeline.accounting import read_account
 from airflow_batchinfer.pipeline.eyes import write_sheet
 from airflow_batchinfer.pipeline.report import charts
 from airflow_batchinfer.pipeline.report.build import build_report
@@ -29,9 +30,10 @@ def write_report(store: Store, folder: str) -> Report:
     """
     layout = RunLayout(folder)
     plan = Plan.read(store, layout.plan)
-    report = build_report(store, plan)
-    if plan.spec.report.review_rows and report.status not in ("incomplete", "stopped"):
-        write_sheet(store, folder, plan.spec.report.review_rows)
+    account = read_account(store, folder)
+    report = build_report(store, plan, account)
+    if account is not None and report.status not in ("incomplete", "stopped"):
+        write_sheet(store, plan, account.quarantine)
     store.write_bytes(layout.report("html"), render_html(report).encode())
     report.write(store, layout.report("json"))
     return report

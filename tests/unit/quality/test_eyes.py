@@ -9,6 +9,7 @@ import pytest
 from airflow_batchinfer.cli import main
 from airflow_batchinfer.errors import ExitCode, InputError
 from airflow_batchinfer.pipeline.eyes import read_sheet, write_sheet
+from airflow_batchinfer.pipeline.quarantine import Quarantine
 from airflow_batchinfer.pipeline.report import write_report
 from tests.unit.quality.runs import MadeRun, make_run, make_spec, tickets
 
@@ -23,6 +24,12 @@ def run(root: Path) -> MadeRun:
     )
     made.reconcile()
     return made
+
+
+def draw(run: MadeRun, rows: int) -> None:
+    report = run.plan.spec.report.model_copy(update={"review_rows": rows})
+    spec = run.plan.spec.model_copy(update={"report": report})
+    write_sheet(run.store, run.plan.model_copy(update={"spec": spec}), Quarantine())
 
 
 def lines(run: MadeRun) -> list[dict[str, str]]:
@@ -40,7 +47,7 @@ def marked(run: MadeRun, marks: list[str]) -> bytes:
 
 
 def test_sheet_holds_prompts_and_outputs(run: MadeRun) -> None:
-    write_sheet(run.store, run.folder, 60)
+    draw(run, 60)
     sheet = lines(run)
     assert [int(line["row_id"]) for line in sheet] == list(range(60))
     assert sheet[5]["custom_id"] == "T5"
@@ -49,12 +56,12 @@ def test_sheet_holds_prompts_and_outputs(run: MadeRun) -> None:
 
 
 def test_output_is_no_formula(run: MadeRun) -> None:
-    write_sheet(run.store, run.folder, 60)
+    draw(run, 60)
     assert lines(run)[3]["output"] == "'=1+1"
 
 
 def test_marks_become_an_accuracy_with_an_interval(run: MadeRun) -> None:
-    write_sheet(run.store, run.folder, 10)
+    draw(run, 10)
     review = read_sheet(run.store, run.folder, marked(run, ["yes"] * 6 + ["No", "n"] + ["", " "]))
     assert (review.sampled, review.judged, review.correct) == (10, 8, 6)
     assert review.accuracy == 0.75
@@ -66,7 +73,7 @@ def test_marks_become_an_accuracy_with_an_interval(run: MadeRun) -> None:
 
 
 def test_sheet_in_the_store_is_read_by_default(run: MadeRun) -> None:
-    write_sheet(run.store, run.folder, 3)
+    draw(run, 3)
     assert read_sheet(run.store, run.folder).sentence() == "None of the 3 sampled rows is marked yet."
 
 
@@ -93,7 +100,7 @@ def test_wrong_sheets_are_refused_by_line(run: MadeRun, content: bytes, message:
 def test_command_reads_a_sheet_and_writes_the_report(
     run: MadeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_sheet(run.store, run.folder, 4)
+    draw(run, 4)
     sheet = tmp_path / "sheet.csv"
     sheet.write_bytes(marked(run, ["yes"] * 4))
     where = [run.folder, "--store", run.store.uri]

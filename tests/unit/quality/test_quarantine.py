@@ -11,7 +11,7 @@ import pytest
 
 from airflow_batchinfer.cli import main
 from airflow_batchinfer.errors import CorruptError, GateError, SpecError, StaleLedgerError
-from airflow_batchinfer.pipeline.accounting import account_of
+from airflow_batchinfer.pipeline.accounting import account_of, read_account
 from airflow_batchinfer.pipeline.expectations import check_expectations
 from airflow_batchinfer.pipeline.gate import check_run
 from airflow_batchinfer.pipeline.housekeeping import delete_orphans
@@ -166,7 +166,7 @@ def test_copies_are_judged_by_what_they_carry(root: Path, store: Store) -> None:
     merge(store, plan.folder)
     assert ids(table_rows(store, "job/results")) == set(range(20)) - phone
     assert ids(table_rows(store, "dead_letters")) == phone
-    assert build_report(store, plan).problems == []
+    assert build_report(store, plan, read_account(store, plan.folder)).problems == []
 
 
 def test_replay_mends_them(root: Path, store: Store) -> None:
