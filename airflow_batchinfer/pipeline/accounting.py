@@ -11,12 +11,14 @@ from airflow_batchinfer.errors import StaleLedgerError
 from airflow_batchinfer.pipeline.answered import AnsweredBatch, answered_rows
 from airflow_batchinfer.pipeline.quarantine import Quarantine, quarantined_rows
 from airflow_batchinfer.pipeline.verdict import Verdict
-from airflow_batchinfer.run.commit import chosen_commit
+from airflow_batchinfer.run.commit import Commit, chosen_commit
 from airflow_batchinfer.run.layout import RunLayout
 from airflow_batchinfer.run.ledger import Ledger, LedgerShard
 from airflow_batchinfer.run.outcome import Outcome, Reason
 from airflow_batchinfer.run.plan import Plan
 from airflow_batchinfer.store import Store
+
+_CLEAR_RECONCILE = "clear reconcile with its downstream tasks"
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ def account_of(store: Store, folder: str, ledger: Ledger) -> Account:
     Raises:
         CorruptError: the verdict is damaged.
     """
-    verdict = _verdict_on(store, folder, ledger)
+    verdict = verdict_on(store, folder, ledger)
     return Account(ledger, verdict.quarantine if verdict else Quarantine())
 
 
@@ -89,7 +91,7 @@ def current_account(store: Store, plan: Plan) -> Account:
         StaleLedgerError: it is not; says what differs and what to clear.
     """
     ledger = current_ledger(store, plan)
-    verdict = _verdict_on(store, plan.folder, ledger)
+    verdict = verdict_on(store, plan.folder, ledger)
     if verdict is None and plan.spec.validation.quarantines:
         raise StaleLedgerError(
             f"{plan.folder} was not validated since its newest ledger, and `validation` takes failing "
@@ -98,7 +100,7 @@ def current_account(store: Store, plan: Plan) -> Account:
     return Account(ledger, verdict.quarantine if verdict else Quarantine())
 
 
-def _verdict_on(store: Store, folder: str, ledger: Ledger) -> Verdict | None:
+def verdict_on(store: Store, folder: str, ledger: Ledger) -> Verdict | None:
     """The verdict that judges this very ledger, if there is one. Raises `CorruptError`."""
     try:
         verdict = Verdict.read(store, RunLayout(folder).validation)
@@ -113,25 +115,30 @@ def current_ledger(store: Store, plan: Plan) -> Ledger:
     Raises:
         StaleLedgerError: it is not; says what differs and what to clear.
     """
-    layout = RunLayout(plan.folder)
-    remedy = "clear reconcile with its downstream tasks"
     try:
-        ledger = Ledger.read(store, layout.ledger)
+        ledger = Ledger.read(store, RunLayout(plan.folder).ledger)
     except FileNotFoundError as error:
-        raise StaleLedgerError(f"{plan.folder} has no ledger: {remedy}") from error
+        raise StaleLedgerError(f"{plan.folder} has no ledger: {_CLEAR_RECONCILE}") from error
     if ledger.plan_sha256 != plan.digest():
-        raise StaleLedgerError(f"the ledger of {plan.folder} was made for another plan: {remedy}")
+        raise StaleLedgerError(f"the ledger of {plan.folder} was made for another plan: {_CLEAR_RECONCILE}")
     if not ledger.complete:
         first = ledger.problems[0] if ledger.problems else "its sums do not add up"
-        raise StaleLedgerError(f"the ledger of {plan.folder} is not complete ({first}): {remedy}")
+        raise StaleLedgerError(f"the ledger of {plan.folder} is not complete ({first}): {_CLEAR_RECONCILE}")
     for line in ledger.shards:
-        commit = chosen_commit(store, layout, line.shard, plan.fingerprint)
-        if commit is None or commit.digest() != line.commit_sha256:
-            now = "has no commit" if commit is None else f"now has the commit {commit.epoch}"
-            raise StaleLedgerError(
-                f"shard {line.shard} of {plan.folder} {now}, the ledger was made from {line.epoch}: {remedy}"
-            )
+        _proven_commit(store, plan, line)
     return ledger
+
+
+def _proven_commit(store: Store, plan: Plan, line: LedgerShard) -> Commit:
+    """The shard's commit, if it is the one that the ledger names. Raises `StaleLedgerError`."""
+    commit = chosen_commit(store, RunLayout(plan.folder), line.shard, plan.fingerprint)
+    if commit is None or commit.digest() != line.commit_sha256:
+        now = "has no commit" if commit is None else f"now has the commit {commit.epoch}"
+        raise StaleLedgerError(
+            f"shard {line.shard} of {plan.folder} {now}, the ledger was made from {line.epoch}: "
+            f"{_CLEAR_RECONCILE}"
+        )
+    return commit
 
 
 def answered_of_run(
@@ -151,16 +158,10 @@ def answered_of_run(
         StaleLedgerError: a shard has another commit by now.
         CorruptError: a file is missing or damaged.
     """
-    layout = RunLayout(plan.folder)
     for shard, line in zip(plan.shards, account.ledger.shards, strict=True):
         if dead_only and account.counts_of(line).get(Outcome.SUCCEEDED, 0) == line.rows:
             continue
-        commit = chosen_commit(store, layout, shard.shard, plan.fingerprint)
-        if commit is None or commit.digest() != line.commit_sha256:
-            raise StaleLedgerError(
-                f"shard {shard.shard} of {plan.folder} got another commit during merge: "
-                "clear reconcile with its downstream tasks"
-            )
+        commit = _proven_commit(store, plan, line)
         quarantined = account.quarantine.of(shard.shard)
         rows = quarantined_rows(store, quarantined) if quarantined else None
         for batch in answered_rows(store, shard, commit, plan.spec.carried):

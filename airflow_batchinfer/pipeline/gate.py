@@ -99,7 +99,7 @@ def _check_merge(store: Store, layout: RunLayout, account: Account) -> None:
         raise GateError(
             f"{layout.folder} is complete but not published. Clear merge {_DOWNSTREAM}."
         ) from error
-    if (merged.ledger_sha256, merged.quarantine_sha256) != account.digests:
+    if not merged.is_of(account):
         raise GateError(
             f"{layout.folder} was published from an older ledger or verdict. Clear merge {_DOWNSTREAM}."
         )

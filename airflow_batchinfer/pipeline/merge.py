@@ -24,7 +24,7 @@ from pydantic import Field
 
 from airflow_batchinfer.errors import CorruptError, GateError, StaleLedgerError
 from airflow_batchinfer.pipeline import dead_letters, results
-from airflow_batchinfer.pipeline.accounting import Account, answered_of_run, current_account
+from airflow_batchinfer.pipeline.accounting import Account, answered_of_run, current_account, verdict_on
 from airflow_batchinfer.pipeline.answered import AnsweredBatch
 from airflow_batchinfer.pipeline.export import OrderedRows, write_exports
 from airflow_batchinfer.pipeline.kept_rows import kept_results
@@ -34,7 +34,6 @@ from airflow_batchinfer.pipeline.scratch import scratch_folder
 from airflow_batchinfer.pipeline.split import load_plan
 from airflow_batchinfer.pipeline.standing import resolved_rows, standing_of
 from airflow_batchinfer.pipeline.tables import Publication, dataset_of, open_table, publish
-from airflow_batchinfer.pipeline.verdict import Verdict
 from airflow_batchinfer.run.document import Document, Timestamp
 from airflow_batchinfer.run.layout import DEAD_LETTERS, RunLayout, results_table
 from airflow_batchinfer.run.ledger import Ledger
@@ -99,11 +98,8 @@ def _already_published(store: Store, plan: Plan, account: Account) -> MergeResul
 
 
 def _obey_verdict(store: Store, plan: Plan, ledger: Ledger) -> None:
-    try:
-        verdict = Verdict.read(store, RunLayout(plan.folder).validation)
-    except FileNotFoundError:
-        return
-    if verdict.ledger_sha256 == ledger.digest() and not verdict.publish:
+    verdict = verdict_on(store, plan.folder, ledger)
+    if verdict is not None and not verdict.publish:
         raise GateError(verdict.message)
 
 

@@ -16,6 +16,7 @@ import pytest
 
 from airflow_batchinfer.errors import BatchInferError, CorruptError, GateError, StaleLedgerError, StoreError
 from airflow_batchinfer.pipeline import tables
+from airflow_batchinfer.pipeline.accounting import answered_of_run, current_account
 from airflow_batchinfer.pipeline.merge import merge
 from airflow_batchinfer.pipeline.reconcile import reconcile
 from airflow_batchinfer.pipeline.split import split
@@ -76,9 +77,14 @@ def test_stale_ledgers(tmp_path: Path, store: Store) -> None:
     late = commit_shard(store, plan, plan.shards[0])
     commit_run(store, plan)
     reconcile(store, plan.folder)
+    account = current_account(store, plan)
     store.delete(RunLayout(plan.folder).commit(0, late.epoch))
-    with pytest.raises(StaleLedgerError, match=r"shard 0 .* now has the commit .*clear reconcile"):
-        merge(store, plan.folder)
+    for read in (
+        lambda: merge(store, plan.folder),
+        lambda: next(answered_of_run(store, plan, account)),  # as when a commit comes during merge
+    ):
+        with pytest.raises(StaleLedgerError, match=r"shard 0 .* now has the commit .*clear reconcile"):
+            read()
     reconcile(store, plan.folder)
     plan.model_copy(update={"warnings": ["changed"]}).write(store, RunLayout(plan.folder).plan)
     with pytest.raises(StaleLedgerError, match="another plan"):
