@@ -44,6 +44,7 @@ def check_run(store: Store, folder: str) -> dict[str, Any]:
         "rows": ledger.rows,
         "counts": account.counts,
         "tokens": ledger.tokens.prompt + ledger.tokens.output,
+        "judge_tokens": report.judge.tokens.prompt + report.judge.tokens.output if report.judge else 0,
         "checks_passed": verdict.success,
         "accepted_rows_per_held_second": round(report.throughput.accepted_rows_per_held_second, 3),
         "report": store.uri_of(layout.report("html")),

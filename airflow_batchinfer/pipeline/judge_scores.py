@@ -44,7 +44,7 @@ class JudgeScores(Document):
     mean_low: float | None = Field(None, description="Lower end of its 95 % interval.")
     mean_high: float | None = None
     not_judged: dict[str, int] = Field(description="By reason.")
-    tokens: int = Field(description="What it was paid: prompt and output tokens.")
+    tokens: int = Field(description="Prompt and output tokens of these answers; `JudgeCost` has all.")
     failed: list[ShownRow] = Field(description="Some that do not pass: what it was asked, what it said.")
 
     def sentence(self) -> str:

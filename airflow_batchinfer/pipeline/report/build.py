@@ -11,6 +11,7 @@ from airflow_batchinfer.pipeline.answers import ShardAnswers, shards_of
 from airflow_batchinfer.pipeline.attempts import Attempt, attempts_of
 from airflow_batchinfer.pipeline.eyes import read_review
 from airflow_batchinfer.pipeline.forecast import money
+from airflow_batchinfer.pipeline.judge_cost import judge_cost
 from airflow_batchinfer.pipeline.merge import MergeResult
 from airflow_batchinfer.pipeline.pilot import PilotVerdict, read_pilot
 from airflow_batchinfer.pipeline.profile import Profile, profile_shard
@@ -119,6 +120,7 @@ def build_report(store: Store, plan: Plan, account: Account | None) -> Report:
         stop=stop,
         cost=money(prices, kept, throughput.held_seconds) if prices else None,
         currency=prices.currency if prices else "",
+        judge=judge_cost(store, plan),
         review=read_review(store, plan.folder),
         samples=picker.succeeded(opened),
         dead_letters=picker.dead(opened),

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from airflow_batchinfer.pipeline.eyes import Review
+from airflow_batchinfer.pipeline.judge_cost import JudgeCost
 from airflow_batchinfer.pipeline.pilot import PilotVerdict
 from airflow_batchinfer.pipeline.profile import Profile
 from airflow_batchinfer.pipeline.shown import ShownRow
@@ -89,8 +90,9 @@ class Report(Document):
     verdict: Verdict | None
     pilot: PilotVerdict | None = None
     stop: Stop | None = None
-    cost: float | None = Field(None, description="Money spent, at the job's prices.")
+    cost: float | None = Field(None, description="Money spent, at the job's prices; without the judge.")
     currency: str = ""
+    judge: JudgeCost | None = Field(None, description="What the judge cost: in no other figure here.")
     review: Review | None = Field(None, description="What a person found on the sample.")
     samples: list[ShownRow]
     dead_letters: dict[str, list[ShownRow]] = Field(description="Examples by reason.")

@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 
 from airflow_batchinfer.errors import GateError, IncompleteRunError, SpecError
+from airflow_batchinfer.pipeline.gate import check_run
 from airflow_batchinfer.pipeline.housekeeping import delete_orphans
 from airflow_batchinfer.pipeline.judge import prepare_judge
+from airflow_batchinfer.pipeline.judge_cost import JudgeCost
 from airflow_batchinfer.pipeline.merge import merge
 from airflow_batchinfer.pipeline.reconcile import reconcile
 from airflow_batchinfer.pipeline.report import write_report
@@ -21,13 +23,14 @@ from airflow_batchinfer.pipeline.sampling import StratifiedSample
 from airflow_batchinfer.pipeline.split import split
 from airflow_batchinfer.pipeline.statistics import mean_interval
 from airflow_batchinfer.pipeline.validate import validate
+from airflow_batchinfer.run.commit import Tokens
 from airflow_batchinfer.run.layout import RunLayout
 from airflow_batchinfer.run.outcome import Reason
 from airflow_batchinfer.run.plan import Plan
 from airflow_batchinfer.run.status import plans_of
 from airflow_batchinfer.spec import JobSpec
 from airflow_batchinfer.store import LocalStore, Store
-from tests.unit.pipeline.runs import commit_run, commit_shard, frozen_rows, job, write_input
+from tests.unit.pipeline.runs import commit_run, commit_shard, frozen_rows, job, publish_run, write_input
 
 pytestmark = pytest.mark.airflow_env
 
@@ -136,6 +139,47 @@ def test_the_share_that_passes_is_told_with_its_interval(root: Path, store: Stor
     page = store.read_bytes(RunLayout(plan.folder).report("html")).decode()
     assert "<h2>The judge</h2>" in page
     assert "77.8% pass" in page
+
+
+def test_what_the_judge_cost_stands_beside_what_the_run_cost(root: Path, store: Store) -> None:
+    plan = answered(root, store, cost={"currency": "EUR", "per_million_output_tokens": 1e6})
+    assert write_report(store, plan.folder).judge is None
+    earlier = prepare_judge(store, plan.folder)
+    commit_run(store, earlier, answer=lambda _: "right")
+    split(
+        store,
+        judged_job(root, VERDICT | {"rows": 10}, cost={"currency": "EUR", "per_million_output_tokens": 1e6}),
+        "run",
+    )
+    reconcile(store, plan.folder)
+    asked = prepare_judge(store, plan.folder)
+    assert asked.folder != earlier.folder
+    report = write_report(store, plan.folder)
+    assert report.judge is not None
+    assert report.judge.tokens == Tokens(prompt=20 * 5, output=20 * 2), "it is not done, and was paid before"
+    commit_run(store, asked, answer=lambda _: "right")
+    validate(store, plan.folder)
+    merge(store, plan.folder)
+
+    report = write_report(store, plan.folder)
+    assert report.judge == JudgeCost(
+        runs=2, tokens=Tokens(prompt=30 * 5, output=30 * 2), held_seconds=0.0, cost=60.0
+    )
+    assert (report.tokens, report.cost) == (Tokens(prompt=100 * 5, output=100 * 2), 200.0)
+    page = store.read_bytes(RunLayout(plan.folder).report("html")).decode()
+    assert (
+        "<b>210</b><span>more tokens paid to the judge: 150 prompt, 60 output, 0.0 s held, 60.0 EUR" in page
+    )
+    summary = check_run(store, plan.folder)
+    assert (summary["tokens"], summary["judge_tokens"]) == (700, 210)
+
+
+def test_a_run_without_a_judge_tells_nothing_of_one(root: Path, store: Store) -> None:
+    write_input(root, [{"text": f"t{i}", "channel": "mail"} for i in range(3)])
+    plan = split(store, job(root, store=str(root), input={"path": str(root / "in")}), "run")
+    publish_run(store, plan)
+    assert write_report(store, plan.folder).judge is None
+    assert b"paid to the judge" not in store.read_bytes(RunLayout(plan.folder).report("html"))
 
 
 @pytest.mark.parametrize("unread", [False, True])
