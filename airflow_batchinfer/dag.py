@@ -39,7 +39,7 @@ class PipelineOptions:
     pool_slots: int = 1
     """Slots that one infer task takes in the pool."""
     retries: int = 2
-    """Retries of split, infer, validate and merge after a failure that may pass."""
+    """Retries of all tasks but reconcile, report and gate, after a failure that may pass."""
     retry_delay: timedelta = timedelta(seconds=30)
     """Wait before the first retry; each next wait is twice as long."""
     store_conn_id: str | None = None
