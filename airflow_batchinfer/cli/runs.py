@@ -92,16 +92,10 @@ def _stage(store: Store, status: RunStatus) -> str:
         return "stopped"
     if store.exists(layout.merge):
         return "published"
-    if _is_reconciled(store, layout):
+    ledger = Ledger.find(store, layout.ledger)
+    if ledger is not None and ledger.complete:
         return "reconciled"
     return "inferred" if status.shards_done == len(status.shards) else "inferring"
-
-
-def _is_reconciled(store: Store, layout: RunLayout) -> bool:
-    try:
-        return Ledger.read(store, layout.ledger).complete
-    except FileNotFoundError:
-        return False
 
 
 def _job_argument(parser: argparse.ArgumentParser) -> None:

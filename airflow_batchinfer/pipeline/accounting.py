@@ -67,11 +67,8 @@ class Account:
 
 def read_account(store: Store, folder: str) -> Account | None:
     """The account after the ledger that the run has; none if it has none. Raises `CorruptError`."""
-    try:
-        ledger = Ledger.read(store, RunLayout(folder).ledger)
-    except FileNotFoundError:
-        return None
-    return account_of(store, folder, ledger)
+    ledger = Ledger.find(store, RunLayout(folder).ledger)
+    return account_of(store, folder, ledger) if ledger else None
 
 
 def account_of(store: Store, folder: str, ledger: Ledger) -> Account:
@@ -102,11 +99,8 @@ def current_account(store: Store, plan: Plan) -> Account:
 
 def verdict_on(store: Store, folder: str, ledger: Ledger) -> Verdict | None:
     """The verdict that judges this very ledger, if there is one. Raises `CorruptError`."""
-    try:
-        verdict = Verdict.read(store, RunLayout(folder).validation)
-    except FileNotFoundError:
-        return None
-    return verdict if verdict.ledger_sha256 == ledger.digest() else None
+    verdict = Verdict.find(store, RunLayout(folder).validation)
+    return verdict if verdict is not None and verdict.ledger_sha256 == ledger.digest() else None
 
 
 def current_ledger(store: Store, plan: Plan) -> Ledger:

@@ -32,16 +32,15 @@ def check_drift(store: Store, plan: Plan, profile: Profile) -> list[Check]:
     before = last_published(store, plan) if limits.enabled and whole else None
     if before is None:
         return []
-    try:
-        old = Verdict.read(store, RunLayout(before.folder).validation).profile
-    except FileNotFoundError:  # its folder was cleaned up
+    old = Verdict.find(store, RunLayout(before.folder).validation)
+    if old is None:  # its folder was cleaned up
         return []
     severity: Severity = "critical" if limits.on_drift == "hold" else "warning"
     return [
         check.model_copy(
             update={"severity": severity, "observed": f"{check.observed}, against {before.run_id}"}
         )
-        for check in compare(old, profile, limits)
+        for check in compare(old.profile, profile, limits)
     ]
 
 

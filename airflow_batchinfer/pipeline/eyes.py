@@ -116,10 +116,7 @@ def read_sheet(store: Store, folder: str, filled: bytes | None = None) -> Review
 
 def read_review(store: Store, folder: str) -> Review | None:
     """What `read_sheet` found, or none. Raises `CorruptError`."""
-    try:
-        return Review.read(store, RunLayout(folder).review("json"))
-    except FileNotFoundError:
-        return None
+    return Review.find(store, RunLayout(folder).review("json"))
 
 
 def _cells(row: ShownRow) -> list[str]:

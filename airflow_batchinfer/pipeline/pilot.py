@@ -78,10 +78,7 @@ def judge_pilot(store: Store, folder: str) -> PilotVerdict:
 
 def read_pilot(store: Store, folder: str) -> PilotVerdict | None:
     """The judgement that `judge_pilot` left, or none. Raises `CorruptError`."""
-    try:
-        return PilotVerdict.read(store, RunLayout(folder).pilot)
-    except FileNotFoundError:
-        return None
+    return PilotVerdict.find(store, RunLayout(folder).pilot)
 
 
 def _judge(plan: Plan, shard: ShardAnswers) -> PilotVerdict:

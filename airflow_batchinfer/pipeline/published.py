@@ -51,7 +51,4 @@ def last_published(store: Store, plan: Plan) -> PublishedRun | None:
 
 
 def _read(store: Store, job: str) -> PublishedRuns:
-    try:
-        return PublishedRuns.read(store, published_runs(job))
-    except FileNotFoundError:
-        return PublishedRuns()
+    return PublishedRuns.find(store, published_runs(job)) or PublishedRuns()

@@ -71,6 +71,14 @@ class Document(BaseModel):
             )
         return document
 
+    @classmethod
+    def find(cls, store: Store, key: str) -> Self | None:
+        """The same as `read`; none if there is no such object. Raises `CorruptError`."""
+        try:
+            return cls.read(store, key)
+        except FileNotFoundError:
+            return None
+
 
 def _unsealed(data: bytes) -> tuple[bytes, str | None]:
     """A document's JSON without its seal, and the seal; none if it has none."""

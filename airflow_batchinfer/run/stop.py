@@ -41,9 +41,7 @@ def read_stop(store: Store, folder: str) -> Stop | None:
     """The marker, or none. One that cannot be read stops all the same. Raises `StoreError`."""
     key = RunLayout(folder).stop
     try:
-        return Stop.read(store, key)
-    except FileNotFoundError:
-        return None
+        return Stop.find(store, key)
     except CorruptError:
         return Stop(created_at="", by=store.uri_of(key), reason="its content is no stop marker")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from datetime import UTC, datetime
-from typing import Literal, TypeVar
+from typing import Literal
 
 from airflow_batchinfer.pipeline.accounting import Account
 from airflow_batchinfer.pipeline.answers import ShardAnswers, shards_of
@@ -19,7 +19,6 @@ from airflow_batchinfer.pipeline.report.model import Report, ShardLine, Stage, T
 from airflow_batchinfer.pipeline.shown import RowPicker
 from airflow_batchinfer.pipeline.verdict import Verdict
 from airflow_batchinfer.run.commit import Tokens
-from airflow_batchinfer.run.document import Document
 from airflow_batchinfer.run.layout import DEAD_LETTERS, RunLayout, results_table
 from airflow_batchinfer.run.ledger import Ledger
 from airflow_batchinfer.run.outcome import Outcome
@@ -31,7 +30,6 @@ DEAD_EXAMPLES = 5
 """Dead letters shown for each reason."""
 
 Status = Literal["published", "held", "not published", "stopped", "incomplete"]
-_D = TypeVar("_D", bound=Document)
 
 
 def build_report(store: Store, plan: Plan, account: Account | None) -> Report:
@@ -63,8 +61,8 @@ def build_report(store: Store, plan: Plan, account: Account | None) -> Report:
         lines.append(_line(shard, own, attempts, start))
         engine = engine or (shard.commit.engine if shard.commit else {})
 
-    verdict = _optional(Verdict, store, layout.validation)
-    merged = _optional(MergeResult, store, layout.merge)
+    verdict = Verdict.find(store, layout.validation)
+    merged = MergeResult.find(store, layout.merge)
     published = merged is not None and account is not None and merged.is_of(account)
     unprocessed = plan.rows - profile.rows
     problems = _problems(plan, profile, account, lines)
@@ -260,13 +258,6 @@ def _by_outcome(counts: dict[str, int]) -> dict[str, int]:
 
 def _are(n: int) -> str:
     return "is" if n == 1 else "are"
-
-
-def _optional(kind: type[_D], store: Store, key: str) -> _D | None:
-    try:
-        return kind.read(store, key)
-    except FileNotFoundError:
-        return None
 
 
 def _time(text: str) -> datetime:
