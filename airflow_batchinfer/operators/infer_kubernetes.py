@@ -341,7 +341,9 @@ class BatchInferPodOperator(KubernetesPodOperator):
         return launch
 
     def _end_of(self, pod: k8s.V1Pod | None) -> PodEnd:
-        return fate_of(pod, self.base_container_name, overdue=self._overdue)
+        pending = pod is not None and pod.status.phase == PodPhase.PENDING
+        missing = self.pod_manager.missing_mount(pod) if self._overdue and pending else None
+        return fate_of(pod, self.base_container_name, overdue=self._overdue, missing_mount=missing)
 
     def _read_pod(self, name: str, namespace: str) -> k8s.V1Pod | None:
         try:

@@ -1,11 +1,12 @@
 """What became of a worker's pod: told apart from its status, where KubernetesPodOperator says "failure".
 
-Pure: it looks at a `V1Pod` (or at the absence of one) and talks to nobody.
+Pure: it looks at a `V1Pod` (or at the absence of one) and its events, and talks to nobody.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ from airflow_batchinfer.run.launch import RECLAIMED
 
 if TYPE_CHECKING:
     from kubernetes.client import models as k8s
+    from kubernetes.client.models.core_v1_event import CoreV1Event
 
 
 class Fate(StrEnum):
@@ -92,12 +94,25 @@ _CONFIG_REASONS = frozenset(
 _NODE_REASONS = ("NodeAffinity", "NodeLost", "NodeShutdown", "OutOf", "Preempting", "Shutdown", "Terminated")
 """Beginnings of `status.reason` when the node went, or refused the pod after it was bound to it."""
 _MISSING_CLAIM = re.compile(r'persistentvolumeclaim "[^"]+" not found')
+_MISSING_MOUNT = re.compile(
+    r'(secret|configmap|persistentvolumeclaim)s? "[^"]+" not found'
+    r"|references non-existent (secret|config) key"
+)
+"""Not "driver … not found": a driver comes up a little later than its node."""
+_AFTER_MOUNTS = frozenset({"Pulling", "Pulled", "Created", "Started"})
+"""Reasons of events that kubelet gives only once all volumes of the pod are mounted."""
 _REFUSED_BY_DEVICE_PLUGIN = "UnexpectedAdmissionError"
 _KILLED = frozenset({137, 143})
 """128 + SIGKILL and 128 + SIGTERM: ended from outside, not by the worker's own decision."""
 
 
-def fate_of(pod: k8s.V1Pod | None, container: str = "base", *, overdue: bool = False) -> PodEnd:
+def fate_of(
+    pod: k8s.V1Pod | None,
+    container: str = "base",
+    *,
+    overdue: bool = False,
+    missing_mount: str | None = None,
+) -> PodEnd:
     """What became of a pod.
 
     Args:
@@ -105,6 +120,7 @@ def fate_of(pod: k8s.V1Pod | None, container: str = "base", *, overdue: bool = F
             node that was taken away looks once Kubernetes has cleaned up.
         container: the worker's container.
         overdue: the wait for it ended by a time limit.
+        missing_mount: what its events say of a volume that cannot be mounted; see `missing_mount_of`.
     """
     if pod is None:
         return PodEnd(Fate.RECLAIMED, "the pod is gone")
@@ -148,12 +164,29 @@ def fate_of(pod: k8s.V1Pod | None, container: str = "base", *, overdue: bool = F
     unscheduled = _why_unscheduled(status)
     if unscheduled and _MISSING_CLAIM.search(unscheduled):
         return end(Fate.CONFIG_ERROR, unscheduled)
+    if missing_mount and status.phase == "Pending":
+        return end(Fate.CONFIG_ERROR, missing_mount)
     if status.phase == "Failed":  # without a container's end: it never ran
         return end(Fate.RECLAIMED, status.reason or "it failed before its container started", status.message)
     if overdue:
         fate = Fate.LAUNCH_TIMEOUT if status.phase == "Pending" else Fate.DEADLINE
         return end(fate, unscheduled and f"not scheduled: {unscheduled}", "the time limit is over")
     return end(Fate.RUNNING)
+
+
+def missing_mount_of(events: Iterable[CoreV1Event]) -> str | None:
+    """Which secret, config map or claim kubelet misses to mount, in its words: no pod's status says it.
+
+    Args:
+        events: of one pod, in any order.
+    """
+    found = None
+    for event in events:
+        if event.reason in _AFTER_MOUNTS:
+            return None
+        if event.reason == "FailedMount" and _MISSING_MOUNT.search(event.message or ""):
+            found = f"{event.reason}: {event.message}"
+    return found
 
 
 def _state(status: k8s.V1PodStatus, container: str) -> k8s.V1ContainerState | None:

@@ -23,7 +23,7 @@ from airflow.providers.cncf.kubernetes.utils.pod_manager import (
     detect_pod_terminate_early_issues,
 )
 
-from airflow_batchinfer.operators.pod_fate import Fate, PodEnd, fate_of
+from airflow_batchinfer.operators.pod_fate import Fate, PodEnd, fate_of, missing_mount_of
 
 if TYPE_CHECKING:
     from kubernetes.client import models as k8s
@@ -34,6 +34,7 @@ STUCK_SECONDS = 120.0
 LOST_AFTER = timedelta(minutes=2)
 """Beyond the time by which a deleted pod should have ended, grace included."""
 
+_NO_EVENTS = "cannot read the events of pod %s, which would tell a missing mount: %s"
 _HOPELESS = ("InvalidImageName", "ErrImageNeverPull")
 
 
@@ -65,6 +66,7 @@ class StartWatch:
         self._since = clock()
         self._scheduled = False
         self._stuck: tuple[Fate, float] | None = None
+        self._asked = self._since
 
     def started(self, pod: k8s.V1Pod) -> bool:
         """Whether it has left the phase `Pending`.
@@ -79,13 +81,30 @@ class StartWatch:
         if phase not in (PodPhase.PENDING, PodPhase.UNKNOWN):
             return True
         if not self._scheduled and _is_scheduled(pod):
-            self._scheduled, self._since = True, now
+            self._scheduled, self._since, self._asked = True, now, now
         limit = self._startup_timeout if self._scheduled else self._schedule_timeout
         if now - self._since >= limit:
             wanted = "started on its node" if self._scheduled else "scheduled"
             raise PodLaunchTimeoutException(f"the pod was not {wanted} in {limit:.0f} s")
         self._check_stuck(pod, now)
         return False
+
+    def asks_for_events(self) -> bool:
+        """Whether it is time to read the pod's events: each `stuck_timeout` on its node, to spare the API."""
+        return self._scheduled and self._clock() - self._asked >= self._stuck_timeout
+
+    def hear(self, missing_mount: str | None) -> None:
+        """Take in what the events say; see `missing_mount_of`.
+
+        Raises:
+            PodLaunchTimeoutException: a volume cannot be mounted. Kubelet does that first of all, so it has
+                been so ever since the pod came to its node.
+        """
+        self._asked = self._clock()
+        if missing_mount is not None:
+            raise PodLaunchTimeoutException(
+                f"the pod is stuck for {self._asked - self._since:.0f} s: {missing_mount}"
+            )
 
     def _check_stuck(self, pod: k8s.V1Pod, now: float) -> None:
         end = fate_of(pod, self._container)
@@ -139,8 +158,18 @@ class PatientPodManager(_Patient, PodManager):
         """As KubernetesPodOperator's, with the patience of `StartWatch`."""
         watch = self._start_watch(schedule_timeout, startup_timeout)
         while not watch.started(self.read_pod(pod)):
+            if watch.asks_for_events():
+                watch.hear(self.missing_mount(pod))
             await asyncio.sleep(check_interval)
         self.stop_watching_events = True
+
+    def missing_mount(self, pod: k8s.V1Pod) -> str | None:
+        """See `missing_mount_of`; none if the events cannot be read, as time limits do without them."""
+        try:
+            return missing_mount_of(self.read_pod_events(pod).items)
+        except Exception as error:
+            self.log.warning(_NO_EVENTS, pod.metadata.name, error)
+            return None
 
 
 class AsyncPatientPodManager(_Patient, AsyncPodManager):
@@ -160,8 +189,17 @@ class AsyncPatientPodManager(_Patient, AsyncPodManager):
         """As KubernetesPodOperator's, with the patience of `StartWatch`."""
         watch = self._start_watch(schedule_timeout, startup_timeout)
         while not watch.started(await self.read_pod(pod)):
+            if watch.asks_for_events():
+                watch.hear(await self._missing_mount(pod))
             await asyncio.sleep(check_interval)
         self.stop_watching_events = True
+
+    async def _missing_mount(self, pod: k8s.V1Pod) -> str | None:
+        try:
+            return missing_mount_of((await self.read_pod_events(pod)).items)
+        except Exception as error:
+            self.log.warning(_NO_EVENTS, pod.metadata.name, error)
+            return None
 
 
 def _is_scheduled(pod: k8s.V1Pod) -> bool:

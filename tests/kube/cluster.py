@@ -25,7 +25,7 @@ class Cluster:
     Args:
         folder: where pods' volumes and claims live.
         image_env: environment that every image brings along, for instance `PATH`.
-        secrets: data of secrets by name, for `envFrom`.
+        secrets: data of secrets by name, for `envFrom` and volumes.
     """
 
     def __init__(
@@ -40,6 +40,7 @@ class Cluster:
         self._images: set[str] = set()
         self._pods: dict[tuple[str, str], Json] = {}
         self._containers: dict[str, Container] = {}
+        self._events: list[Json] = []
         self._version = 0
         self._nodes = 0
         self._schedulable = True
@@ -79,6 +80,16 @@ class Cluster:
         with self._lock:
             pods = [p for (space, _), p in self._pods.items() if space == namespace]
             return [copy.deepcopy(p) for p in pods if matches(p["metadata"].get("labels", {}))]
+
+    def events(self, namespace: str, fields: Mapping[str, str]) -> list[Json]:
+        """Events about a namespace's objects, by fields of these objects. They outlive their objects."""
+        with self._lock:
+            return [
+                copy.deepcopy(event)
+                for event in self._events
+                if event["metadata"]["namespace"] == namespace
+                and all(event["involvedObject"].get(field) == value for field, value in fields.items())
+            ]
 
     def label(self, namespace: str, name: str, labels: Mapping[str, str]) -> Json | None:
         """Merge labels into a pod's."""
@@ -217,15 +228,24 @@ class Cluster:
         pod["spec"]["nodeName"] = f"node-{self._nodes}"
         status["conditions"] = [_condition("PodScheduled", "True")]
         status["startTime"] = now()
+        self._tell(
+            pod, "Scheduled", f"Successfully assigned {'/'.join(_key(pod))} to {pod['spec']['nodeName']}"
+        )
         self._start(pod)
 
     def _start(self, pod: Json) -> None:
         status = pod["status"]
+        unmounted = self._unmounted(pod)
+        if unmounted is not None:
+            self._tell(pod, "FailedMount", unmounted)
+            self._wait_state(pod, "ContainerCreating")
+            return
         trouble = self._trouble(pod["spec"]["containers"][0])
         if trouble is not None:
             self._wait_state(pod, *trouble)
             return
         command, env = self._prepare(pod)
+        self._tell(pod, "Pulled", "Container image already present on machine")
         try:
             container = Container(command, env, self._folder)
         except OSError as error:
@@ -246,6 +266,14 @@ class Cluster:
             if "missing" in claim:
                 return f'persistentvolumeclaim "{claim}" not found'
         return None if self._schedulable else "3 Insufficient gpu"
+
+    def _unmounted(self, pod: Json) -> str | None:
+        """Which volume cannot be mounted, as kubelet says it."""
+        for volume in pod["spec"].get("volumes", []):
+            name = volume.get("secret", {}).get("secretName")
+            if name is not None and name not in self._secrets:
+                return f'MountVolume.SetUp failed for volume "{volume["name"]}" : secret "{name}" not found'
+        return None
 
     def _trouble(self, container: Json) -> tuple[str, str] | None:
         """Why the container cannot be made, as a waiting reason and its message."""
@@ -275,6 +303,9 @@ class Cluster:
             )
             folder = self._folder / place
             folder.mkdir(parents=True, exist_ok=True)
+            secret = volumes[mount["name"]].get("secret")
+            for name, value in self._secrets[secret["secretName"]].items() if secret else ():
+                (folder / name).write_text(value)
             mounts[mount["mountPath"]] = folder
         env = dict(self._image_env)
         for source in container.get("envFrom", []):
@@ -354,8 +385,40 @@ class Cluster:
     def _stored(self, pod: Json) -> Json:
         return self._pods[_key(pod)]
 
-    def _wait_state(self, pod: Json, reason: str, message: str) -> None:
-        self._set_state(pod, {"waiting": {"reason": reason, "message": message}})
+    def _wait_state(self, pod: Json, reason: str, message: str | None = None) -> None:
+        waiting = {"reason": reason, "message": message}
+        self._set_state(pod, {"waiting": {name: text for name, text in waiting.items() if text}})
+
+    def _tell(self, pod: Json, reason: str, message: str) -> None:
+        """Write an event about a pod; one that comes again is counted."""
+        meta = pod["metadata"]
+        about = {"apiVersion": "v1", "kind": "Pod"} | {k: meta[k] for k in ("namespace", "name", "uid")}
+        told = {"reason": reason, "message": message, "involvedObject": about}
+        for event in self._events:
+            if told.items() <= event.items():
+                event.update(count=event["count"] + 1, lastTimestamp=now())
+                return
+        self._version += 1
+        component = "default-scheduler" if reason == "Scheduled" else "kubelet"
+        self._events.append(
+            told
+            | {
+                "metadata": {
+                    "name": f"{meta['name']}.{self._version:016x}",
+                    "namespace": meta["namespace"],
+                    "uid": str(uuid.uuid4()),
+                    "resourceVersion": str(self._version),
+                    "creationTimestamp": now(),
+                },
+                "type": "Warning" if reason.startswith("Failed") else "Normal",
+                "source": {"component": component},
+                "reportingComponent": component,
+                "reportingInstance": "",
+                "firstTimestamp": now(),
+                "lastTimestamp": now(),
+                "count": 1,
+            }
+        )
 
     def _set_state(self, pod: Json, state: Json, *, ready: bool = False) -> None:
         spec = pod["spec"]["containers"][0]

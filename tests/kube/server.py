@@ -24,7 +24,8 @@ from kubernetes import client
 from tests.kube.cluster import Cluster, Json
 
 _PODS = re.compile(r"/api/v1/namespaces/(?P<namespace>[^/]+)/pods(?:/(?P<name>[^/]+))?(?P<log>/log)?")
-_EVENTS = re.compile(r"/api/v1/namespaces/[^/]+/events")
+_EVENTS = re.compile(r"/api/v1/namespaces/(?P<namespace>[^/]+)/events")
+_EVENT_FIELD = re.compile(r"involvedObject\.(?P<field>kind|namespace|name|uid)=(?P<value>[^,]*)")
 _MICROSECONDS = re.compile(r"\.\d+(?=Z)")
 
 
@@ -125,9 +126,8 @@ def _handler(server: KubeServer) -> type[BaseHTTPRequestHandler]:
 
         def do_GET(self) -> None:
             path, query = self._target()
-            if _EVENTS.fullmatch(path):
-                meta = {"resourceVersion": cluster.resource_version}
-                self._send({"apiVersion": "v1", "kind": "EventList", "metadata": meta, "items": []})
+            if (match := _EVENTS.fullmatch(path)) is not None:
+                self._send_events(match["namespace"], query.get("fieldSelector", ""))
             elif path == "/version":
                 self._send({"major": "1", "minor": "31", "gitVersion": "v1.31.0"})
             elif (match := _PODS.fullmatch(path)) is None:
@@ -223,6 +223,16 @@ def _handler(server: KubeServer) -> type[BaseHTTPRequestHandler]:
                 "code": int(status),
             }
             self._send(answer, status)
+
+        def _send_events(self, namespace: str, fields: str) -> None:
+            terms = [_EVENT_FIELD.fullmatch(term) for term in filter(None, fields.split(","))]
+            if None in terms:
+                self._refuse(HTTPStatus.BAD_REQUEST, f"field label not supported: {fields}", "BadRequest")
+                return
+            asked = {term["field"]: term["value"] for term in terms if term}
+            items = [checked(event, "CoreV1Event") for event in cluster.events(namespace, asked)]
+            meta = {"resourceVersion": cluster.resource_version}
+            self._send({"apiVersion": "v1", "kind": "EventList", "metadata": meta, "items": items})
 
         def _send_log(self, namespace: str, name: str, query: Mapping[str, str]) -> None:
             pod = cluster.get(namespace, name)

@@ -289,8 +289,25 @@ CANNOT_START = pytest.mark.parametrize(
         ({"store_secret": "none"}, r'config_error: pod .*secret "none" not found \(check the secrets'),
         ({"model_cache": "missing"}, r'config_error: pod .*persistentvolumeclaim "missing" not found'),
         ({"worker_python": "/no/python"}, r"config_error: pod .*StartError"),
+        (
+            {"mounted": "none"},
+            r'config_error: pod .*FailedMount.*secret "none" not found \(check the secrets',
+        ),
     ],
 )
+
+
+def with_volumes(mounted: str | None = None, **arguments: Any) -> dict[str, Any]:
+    """The operator's arguments, with the secret `mounted` as a volume."""
+    from kubernetes.client import models as k8s
+
+    if mounted is None:
+        return arguments
+    source = k8s.V1SecretVolumeSource(secret_name=mounted)
+    return arguments | {
+        "volumes": [k8s.V1Volume(name="credentials", secret=source)],
+        "volume_mounts": [k8s.V1VolumeMount(name="credentials", mount_path="/credentials")],
+    }
 
 
 @CANNOT_START
@@ -298,7 +315,7 @@ def test_pods_that_cannot_start(task: Callable[..., Task], arguments: dict[str, 
     made = task()
 
     with pytest.raises(WorkerLostError, match=message):
-        made.operator(stuck_timeout_seconds=1, **arguments).execute(made.context())
+        made.operator(stuck_timeout_seconds=1, **with_volumes(**arguments)).execute(made.context())
 
     assert made.kube.cluster.list("default", lambda _: True) == []
 
@@ -310,12 +327,13 @@ def test_pods_that_cannot_start_seen_by_the_trigger(
     from airflow.sdk.exceptions import TaskDeferred
 
     made = task()
-    operator = made.operator(deferrable=True, stuck_timeout_seconds=1, **arguments)
+    given = {"deferrable": True, "stuck_timeout_seconds": 1, **with_volumes(**arguments)}
+    operator = made.operator(**given)
     with pytest.raises(TaskDeferred) as deferred:
         operator.execute(made.context())
 
     event = first_event(deferred.value.trigger, monkeypatch)
-    resumed = made.operator(deferrable=True, stuck_timeout_seconds=1, **arguments)
+    resumed = made.operator(**given)
     with pytest.raises(WorkerLostError, match=message):
         resumed.trigger_reentry(made.context(), event)
 
@@ -352,7 +370,7 @@ def test_the_trigger_gives_up_a_pod_on_a_node_that_does_not_answer(
     assert len(set(made.kube.cluster.launched)) == 2
 
 
-@pytest.mark.parametrize("arguments", [{"image": "missing:1"}, {"store_secret": "none"}])
+@pytest.mark.parametrize("arguments", [{"image": "missing:1"}, {"store_secret": "none"}, {"mounted": "none"}])
 def test_a_pod_that_is_stuck_for_a_moment_only(task: Callable[..., Task], arguments: dict[str, Any]) -> None:
     from tests.kube.cluster import wait_until
 
@@ -365,7 +383,7 @@ def test_a_pod_that_is_stuck_for_a_moment_only(task: Callable[..., Task], argume
         cluster.create_secret("none", {"AWS_ACCESS_KEY_ID": "id"})
 
     threading.Thread(target=mend, daemon=True).start()
-    made.operator(stuck_timeout_seconds=60, **arguments).execute(made.context())
+    made.operator(stuck_timeout_seconds=60, **with_volumes(**arguments)).execute(made.context())
 
     assert made.committed()
     assert len(cluster.launched) == 1

@@ -141,3 +141,71 @@ def test_pods_that_have_started_or_failed(watch: StartWatch) -> None:
     assert watch.started(pod("Error", phase="Failed"))
     with pytest.raises(PodLaunchFailedException, match="before its containers started"):
         watch.started(pod(phase="Failed"))
+
+
+def event(reason: str, message: str = "") -> Any:
+    from kubernetes.client import models as k8s
+    from kubernetes.client.models.core_v1_event import CoreV1Event
+
+    about = k8s.V1ObjectReference(kind="Pod", name="worker")
+    return CoreV1Event(
+        metadata=k8s.V1ObjectMeta(name="e"), involved_object=about, reason=reason, message=message
+    )
+
+
+MISSING = 'MountVolume.SetUp failed for volume "v" : secret "s" not found'
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        MISSING,
+        'MountVolume.SetUp failed for volume "v" : [configmap "c" not found, failed to sync secret cache]',
+        'MountVolume.SetUp failed for volume "v" : configmaps "c" not found',
+        'MountVolume.SetUp failed for volume "v" : references non-existent secret key: token',
+        'Unable to attach or mount volumes: persistentvolumeclaim "models" not found',
+    ],
+)
+def test_events_name_what_cannot_be_mounted(message: str) -> None:
+    from airflow_batchinfer.operators.pod_fate import missing_mount_of
+
+    later = event("FailedMount", "Unable to attach or mount volumes: timed out waiting for the condition")
+
+    assert missing_mount_of([event("Scheduled"), event("FailedMount", message), later]) == (
+        f"FailedMount: {message}"
+    )
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        [],
+        [("FailedScheduling", 'persistentvolumeclaim "models" not found')],
+        [("FailedMount", "driver name csi.x not found in the list of registered CSI drivers")],
+        [("FailedMount", MISSING), ("Pulling", "")],
+        [("Pulled", ""), ("FailedMount", MISSING)],
+    ],
+)
+def test_events_that_name_nothing_missing(events: list[tuple[str, str]]) -> None:
+    from airflow_batchinfer.operators.pod_fate import missing_mount_of
+
+    assert missing_mount_of([event(*told) for told in events]) is None
+
+
+def test_events_are_asked_for_now_and_then(watch: StartWatch, clock: Clock) -> None:
+    from airflow.providers.cncf.kubernetes.utils.pod_manager import PodLaunchTimeoutException
+
+    assert not watch.started(pod(conditions=[]))
+    clock.now = 10 * STUCK
+    assert not watch.asks_for_events(), "it has no node"
+    clock.now = SCHEDULE - 1
+    assert not watch.started(pod("ContainerCreating"))
+    asked = []
+    for _ in range(25):
+        if watch.asks_for_events():
+            asked.append(clock.now - (SCHEDULE - 1))
+            watch.hear(None)
+        clock.now += 10
+    assert asked == [STUCK, 2 * STUCK]
+    with pytest.raises(PodLaunchTimeoutException, match=r"stuck for 250 s: FailedMount"):
+        watch.hear("FailedMount: secret")
