@@ -141,3 +141,22 @@ def test_compact_json_goes_with_what_the_job_says_of_grammars() -> None:
         grammar(True, {"disable_any_whitespace": False})
     with pytest.raises(SpecError, match=r"or set `task\.compact: false`"):
         grammar(True, {"backend": "outlines"})
+
+
+def test_on_a_cpu_the_engine_leaves_room_and_starts_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.utils.cpu_resource_utils import get_memory_node_info
+
+    from airflow_batchinfer.worker.engines.vllm_options import engine_arguments
+
+    def arguments(**engine: Any) -> Any:
+        return engine_arguments(job({"name": str(MODELS / "smollm2"), "engine": engine}))
+
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    assert 0 < arguments().kv_cache_memory_bytes < get_memory_node_info().total_memory / 3
+    assert arguments().enforce_eager
+    assert arguments(gpu_memory_utilization=0.5).kv_cache_memory_bytes is None
+    assert arguments(kv_cache_memory_bytes=7).kv_cache_memory_bytes == 7
+    assert not arguments(enforce_eager=False).enforce_eager
+    assert not arguments(compilation_config={"mode": 3}).enforce_eager
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    assert arguments().kv_cache_memory_bytes is None  # vLLM reads the variable itself

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import os
 from pathlib import Path
 from typing import Any, get_args
 
@@ -15,7 +16,9 @@ from vllm.config import VllmConfig
 from vllm.config.lora import MaxLoRARanks
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.utils import get_adapter_absolute_path
+from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
+from vllm.utils.cpu_resource_utils import get_memory_node_info, get_visible_memory_node
 from vllm.v1.structured_output.backend_xgrammar import has_xgrammar_unsupported_json_features
 
 from airflow_batchinfer.errors import SpecError
@@ -32,6 +35,13 @@ _ELSEWHERE = {
 _OURS = frozenset({"shutdown_timeout", "disable_log_stats"})
 """vLLM arguments the worker decides: it owns signals, and counts for itself."""
 
+_CACHE_SHARE_ON_CPU = 4
+"""The KV cache takes one part in so many of the memory that is free, where nothing else is said."""
+_SAYS_CACHE_SIZE = frozenset({"kv_cache_memory_bytes", "gpu_memory_utilization"})
+_CACHE_SIZE_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
+_PROCESSES_VARIABLE = "VLLM_ENABLE_V1_MULTIPROCESSING"
+_BINDING_VARIABLE = "VLLM_CPU_OMP_THREADS_BIND"
+
 _GRAMMAR = "structured_outputs_config"
 _COMPACT_BACKENDS = ("xgrammar", "guidance")
 """Backends of vLLM's structured outputs that can leave whitespace out."""
@@ -44,6 +54,8 @@ def engine_config(spec: JobSpec) -> VllmConfig:
         SpecError: vLLM refuses an argument, the model, or how they go together.
     """
     arguments = engine_arguments(spec)
+    if current_platform.is_cpu():
+        _stay_in_one_process()
     try:
         return arguments.create_engine_config(UsageContext.LLM_CLASS)
     except OSError as error:
@@ -72,6 +84,8 @@ def engine_arguments(spec: JobSpec) -> EngineArgs:
     if isinstance(spec.task, JsonTask):
         options[_GRAMMAR] = _json_grammar(spec.task, options.get(_GRAMMAR) or {})
     _fill_batch_limits(options)
+    if current_platform.is_cpu():
+        _fill_cpu_defaults(options)
     try:
         return EngineArgs(
             model=model.name,
@@ -159,3 +173,26 @@ def _fill_batch_limits(options: dict[str, Any]) -> None:
     if options.get("max_num_batched_tokens") is None:
         default = batched_tokens[UsageContext.LLM_CLASS]
         options["max_num_batched_tokens"] = max(default, options["max_num_seqs"])
+
+
+def _stay_in_one_process() -> None:
+    """Keep vLLM in this process, which is apart from the worker already; no argument of vLLM's says so.
+
+    On a CPU it would spawn two more, each of which imports vLLM anew, keep one core free of the model for
+    them, and bind every engine of a machine to the same cores. With several memory nodes, or where the
+    user binds threads, its own way is right.
+    """
+    if len(get_visible_memory_node()) == 1 and _BINDING_VARIABLE not in os.environ:
+        os.environ.setdefault(_PROCESSES_VARIABLE, "0")
+
+
+def _fill_cpu_defaults(options: dict[str, Any]) -> None:
+    """Start soon and leave room: on a CPU the engine's memory is the worker's and everybody else's.
+
+    vLLM takes 92 % of the machine for its KV cache, which fails beside anything else of a gigabyte and takes
+    half a minute to clear, and it compiles the model, which takes longer than a short shard (docs/engine.md).
+    """
+    if not (_SAYS_CACHE_SIZE & options.keys() or os.environ.get(_CACHE_SIZE_VARIABLE)):
+        options["kv_cache_memory_bytes"] = get_memory_node_info().available_memory // _CACHE_SHARE_ON_CPU
+    if "compilation_config" not in options:
+        options.setdefault("enforce_eager", True)
