@@ -50,8 +50,8 @@ chaos: $(AIRFLOW).stamp  ## inject faults into real processes, write docs/chaos.
 mishaps: envs models  ## SmolLM2 in pods that are reclaimed, evicted and deleted, on two S3 servers (20 minutes)
 	$(AIRFLOW)/bin/python -m pytest -m mishaps tests/integration/test_kubernetes.py
 
-bench: envs models $(PEERS).stamp  ## measure beside Ray, datatrove, Daft and vLLM's own, write docs/benchmarks.md (hours)
-	$(WORKER)/bin/python -m benchmarks.peers --kill --airflow $(AIRFLOW)/bin/python \
+bench: envs models $(PEERS).stamp  ## measure what docs/benchmarks.jsonl lacks of the peers, write docs/benchmarks.md (hours)
+	$(WORKER)/bin/python -m benchmarks.peers --kill --faults --airflow $(AIRFLOW)/bin/python \
 	--worker $(WORKER)/bin/python --peers $(PEERS)/bin/python --model $(MODELS)/smollm2 $(BENCH)
 
 docs: $(AIRFLOW).stamp  ## write docs/spec.md from the job spec

@@ -1,11 +1,11 @@
 """The worker's own cost: what it does beside the engine, with the engine replaced by an instant one.
 
-    python -m benchmarks.worker --out docs/benchmarks-worker-cost.md
+    .build/worker/bin/python -m benchmarks.worker --document docs/benchmarks-worker.md
 
 (c) CPU seconds a row for reading, rendering, admission, validation and parts, as rows per second and core,
-start-up apart (the difference of two shard sizes); and tokenisation beside the tokenizer's own batch
-call on the same texts with the same threads (`--tokenizer FOLDER`, in the worker's environment).
-(d) Peak memory with 10,000 and with a million rows in a shard. `benchmarks.worker_stream` has (a) and (b).
+start-up apart (the difference of two shard sizes); and building prompts beside the tokenizer's own batch
+call on the same texts with the same threads. (d) Peak memory with 10,000 and with a million rows in a
+shard. `benchmarks.peers` has (a) and (b).
 """
 
 from __future__ import annotations
@@ -24,6 +24,13 @@ from pathlib import Path
 LEAST_ROWS_PER_CORE = 10_000
 LEAST_TOKENISE_RATIO = 0.9
 MOST_MEMORY_GROWTH = 0.10
+
+_HEAD = """# What the worker costs beside the engine
+
+The output of `python -m benchmarks.worker`: the engine is replaced by an instant one. {cores} cores, medians
+of {runs} runs, peak memory of one.
+
+"""
 
 _SAMPLE_SECONDS = 0.02
 _SMALL, _LARGE = 20_000, 220_000
@@ -207,8 +214,8 @@ def main() -> int:
     """See the module. Exits with 1 if a figure is not reached."""
     parser = argparse.ArgumentParser(prog="benchmarks.worker", description=__doc__)
     parser.add_argument("--runs", type=int, default=3, help="runs of each figure; the median counts")
-    parser.add_argument("--out", type=Path, help="append the table to this file")
-    parser.add_argument("--tokenizer", help="folder of a model: measure tokenisation only")
+    parser.add_argument("--document", type=Path, help="write the table here as Markdown")
+    parser.add_argument("--tokenizer", default=".build/models/smollm2", help="folder of a model")
     parser.add_argument("--plan", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--kind", default="text", help=argparse.SUPPRESS)
     parser.add_argument("--rows", type=int, default=_FEW, help=argparse.SUPPRESS)
@@ -216,14 +223,15 @@ def main() -> int:
     if arguments.plan:
         print(plan(arguments.plan, arguments.kind, arguments.rows))
         return 0
-    if arguments.tokenizer:
-        figures = tokenise(arguments.tokenizer, arguments.runs)
-    else:
-        figures = [*rows_per_core(arguments.runs), *memory(arguments.runs)]
+    figures = [
+        *rows_per_core(arguments.runs),
+        *tokenise(arguments.tokenizer, arguments.runs),
+        *memory(arguments.runs),
+    ]
     print(table(figures))
-    if arguments.out:
-        with arguments.out.open("a", encoding="utf-8") as out:
-            out.write(table(figures) + "\n\n")
+    if arguments.document:
+        text = _HEAD.format(cores=os.cpu_count(), runs=arguments.runs) + table(figures) + "\n"
+        arguments.document.write_text(text, encoding="utf-8")
     return 0 if all(figure.reached for figure in figures) else 1
 
 

@@ -2,154 +2,138 @@
 
     python -m benchmarks.peers --airflow PYTHON --worker PYTHON --peers PYTHON
 
-Each cell is the median of `--runs` runs; peers take turns within a run, so that a slow spell of the
-machine hits all of them. Ratios are ours over theirs in accepted rows per held second.
+Peers take turns within a run, in the other direction every second run, so that a slow spell of the machine
+hits all of them; ratios are taken within a run, and medians over runs: a first run that fills a cache for
+compiled code does not decide. Each measurement is kept in a file at once: what was measured is not
+measured again, and `--report` only writes the document.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.peers import ours, prompt_sets
 from benchmarks.peers.document import write_document
 from benchmarks.peers.job import Job
 from benchmarks.peers.measure import Measured, run
+from benchmarks.peers.records import Record, Records
+from benchmarks.peers.rounds import EQUAL, EVERYBODY, FAULTS, KILLED, ROUNDS, SYSTEM, TEMPLATE, Round
 
-PEERS = ("ours", "llm_chat", "llm_chat_chunks", "run_batch", "ray_data", "datatrove_runner", "daft_prompt")
-SLOW_PEERS = ("single_calls",)
-
-SYSTEM = "You are a careful support assistant. Answer in one short sentence, in plain English."
-TEMPLATE = "Summarise this ticket in one sentence.\n\n{text}"
-
-NEEDED = {"max_model_len": 2048}
-"""What the model needs; all that a defaults run gives."""
-EQUAL = NEEDED | {"enforce_eager": True, "max_num_seqs": 32, "max_num_batched_tokens": 2048}
-"""The same arguments for everybody."""
-TIGHT = EQUAL | {"num_gpu_blocks_override": 48}
-"""Equal arguments with a KV cache that holds only some of the running prompts' prefixes."""
+OURS = "ours"
+_OTHERS_ENVIRONMENT = ("ray_data", "datatrove_runner", "daft_prompt")
+_FAULT_ROWS = 24
 
 
-@dataclass(frozen=True)
-class Round:
-    """One table of the document: a prompt set under one set of engine arguments."""
-
-    title: str
-    prompts: str
-    engine: dict[str, object]
-
-
-ROUNDS = (
-    Round("mixed, everyone's defaults", "mixed", NEEDED),
-    Round("mixed, equal arguments", "mixed", EQUAL),
-    Round("uniform, equal arguments", "uniform", EQUAL),
-    Round("long-tailed, equal arguments", "long-tailed", EQUAL),
-    Round("shared-prefix, equal arguments, tight KV cache", "shared-prefix", TIGHT),
-    Round("30 % duplicates, equal arguments", "duplicates", EQUAL),
-)
-
-
-def main() -> None:
-    """See the module."""
-    parser = argparse.ArgumentParser(prog="benchmarks.peers", description=__doc__)
-    parser.add_argument("--airflow", required=True, help="Python of Airflow's environment")
+def main() -> int:
+    """See the module. Returns 1 if a ratio is below what is wanted."""
+    parser = argparse.ArgumentParser(prog="benchmarks.peers", description=__doc__.splitlines()[0])
+    parser.add_argument("--airflow", required=True, help="Python of Airflow's environment: it plans")
     parser.add_argument("--worker", required=True, help="Python of the worker's environment")
     parser.add_argument("--peers", required=True, help="Python of the peers' environment")
     parser.add_argument("--model", default=".build/models/smollm2", help="folder of the model")
-    parser.add_argument("--rows", type=int, default=192, help="rows of each prompt set")
+    parser.add_argument("--rows", type=int, default=128, help="rows of each prompt set")
+    parser.add_argument("--max-tokens", type=int, default=48, help="most tokens of an answer")
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument(
-        "--rounds", type=int, nargs="*", default=list(range(len(ROUNDS))), help="which tables"
-    )
-    parser.add_argument("--only", nargs="*", default=list(PEERS), help=f"of {PEERS + SLOW_PEERS}")
-    parser.add_argument("--kill", action="store_true", help="also kill each at half its tokens, on mixed")
+    parser.add_argument("--rounds", nargs="*", default=[r.name for r in ROUNDS], help="which tables")
+    parser.add_argument("--only", nargs="*", default=list(EVERYBODY), help="which peers")
+    parser.add_argument("--kill", action="store_true", help="also kill each peer at half its tokens")
+    parser.add_argument("--faults", action="store_true", help="also give each peer one bad row")
+    parser.add_argument("--report", action="store_true", help="measure nothing")
     parser.add_argument("--document", type=Path, default=Path("docs/benchmarks.md"))
     arguments = parser.parse_args()
-    bench = _Bench(arguments)
-    tables = [bench.table(ROUNDS[i]) for i in arguments.rounds]
-    kills = bench.kills() if arguments.kill else {}
-    write_document(arguments.document, arguments.rows, arguments.runs, tables, kills)
+    records = Records(arguments.document.with_suffix(".jsonl"))
+    if not arguments.report:
+        bench = _Bench(arguments, records)
+        for round_ in ROUNDS:
+            if round_.name in arguments.rounds:
+                bench.measure(round_)
+        if arguments.kill:
+            bench.kill()
+        if arguments.faults:
+            bench.faults()
+    missed = write_document(arguments.document, records)
+    print("\n".join(missed) or f"every ratio that is wanted is reached: {arguments.document}")
+    return 1 if missed else 0
 
 
 class _Bench:
-    def __init__(self, arguments: argparse.Namespace) -> None:
+    def __init__(self, arguments: argparse.Namespace, records: Records) -> None:
         self._arguments = arguments
+        self._records = records
         self._scratch = Path(tempfile.mkdtemp(prefix="peers-"))
 
-    def table(self, round_: Round) -> tuple[str, dict[str, Measured]]:
-        """Medians of one round, by peer."""
-        runs: dict[str, list[Measured]] = {peer: [] for peer in self._arguments.only}
+    def measure(self, round_: Round) -> None:
+        """All runs of a round that are not on record."""
         for number in range(self._arguments.runs):
-            for peer in self._arguments.only:
-                job = self._job(f"{round_.prompts}-{len(round_.engine)}-{number}-{peer}", round_)
-                measured = run(peer, job, self._python(peer))
-                _say(round_.title, number, peer, measured)
-                runs[peer].append(measured)
-        return round_.title, {peer: _median(found) for peer, found in runs.items()}
+            for peer in self._peers(round_.peers)[:: 1 if number % 2 else -1]:
+                if self._records.has(round_.name, peer, number):
+                    continue
+                self._keep(round_.name, peer, number, self._run(peer, round_))
 
-    def kills(self) -> dict[str, float]:
-        """Tokens computed when killed at half and started again, over those of an undisturbed run."""
-        round_ = ROUNDS[1]
-        found = {}
-        for peer in self._arguments.only:
-            whole = run(peer, self._job(f"whole-{peer}", round_), self._python(peer))
-            broken = run(
-                peer, self._job(f"killed-{peer}", round_), self._python(peer), kill_at_tokens=whole.tokens / 2
-            )
-            _say("killed at half", 0, peer, broken)
-            found[peer] = broken.tokens / whole.tokens if whole.tokens else float("nan")
-        return found
+    def kill(self) -> None:
+        """Kill each peer at half of the tokens that an undisturbed run of it computes, and start it again."""
+        round_ = next(r for r in ROUNDS if r.name == KILLED)
+        for peer in self._peers(round_.peers):
+            whole = [r.tokens for r in self._records.of(KILLED) if r.peer == peer]
+            if whole and not self._records.has("killed", peer, 0):
+                half = sorted(whole)[len(whole) // 2] / 2
+                self._keep("killed", peer, 0, self._run(peer, round_, kill_at_tokens=half))
 
-    def _job(self, name: str, round_: Round) -> Job:
-        folder = self._scratch / name
-        folder.mkdir()
-        prompts = self._scratch / f"{round_.prompts}.jsonl"
-        if not prompts.exists():
-            prompt_sets.write(round_.prompts, self._arguments.rows, prompts)
+    def faults(self) -> None:
+        """One fault in the input of each peer."""
+        for fault in FAULTS:
+            for peer in self._peers(EVERYBODY):
+                if not self._records.has(fault, peer, 0):
+                    self._keep(
+                        fault,
+                        peer,
+                        0,
+                        self._run(peer, Round(fault, FAULTS[fault], fault, EQUAL), rows=_FAULT_ROWS),
+                    )
+
+    def _peers(self, of: Sequence[str]) -> list[str]:
+        return [peer for peer in of if peer in self._arguments.only]
+
+    def _keep(self, round_: str, peer: str, number: int, measured: Measured) -> None:
+        rows = _FAULT_ROWS if round_ in FAULTS else self._arguments.rows
+        record = Record.of(round_, peer, number, rows, measured)
+        self._records.add(record)
+        print(asdict(record), flush=True)
+        if measured.returncode or not measured.accepted:
+            print(measured.log.read_text(errors="replace")[-2000:], file=sys.stderr, flush=True)
+
+    def _run(
+        self,
+        peer: str,
+        round_: Round,
+        *,
+        kill_at_tokens: float | None = None,
+        rows: int | None = None,
+    ) -> Measured:
+        folder = Path(tempfile.mkdtemp(prefix=f"{round_.name}-{peer}-", dir=self._scratch))
+        file = folder / "prompts.jsonl"
+        prompt_sets.write(round_.prompts, rows or self._arguments.rows, file)
         job = Job(
-            prompts=str(prompts),
+            prompts=str(file),
             out=str(folder),
             model=str(Path(self._arguments.model).resolve()),
             system=SYSTEM,
             template=TEMPLATE,
             engine=dict(round_.engine),
+            max_tokens=self._arguments.max_tokens,
         )
         job.save(folder / "job.json")
-        if name.endswith("-ours"):
+        if peer == OURS:
             ours.prepare(job, self._arguments.airflow)
-        return job
-
-    def _python(self, peer: str) -> str:
-        python: str = self._arguments.worker if peer == "ours" else self._arguments.peers
-        return str(Path(python).absolute())
-
-
-def _median(runs: list[Measured]) -> Measured:
-    """The run in the middle by held seconds (all its figures come from one run)."""
-    return sorted(runs, key=lambda m: m.held)[len(runs) // 2]
-
-
-def _say(title: str, number: int, peer: str, m: Measured) -> None:
-    line = {
-        "round": title,
-        "run": number,
-        "peer": peer,
-        "held": round(m.held, 1),
-        "accepted": m.accepted,
-        "engine": round(m.engine, 1),
-        "steps": m.steps,
-        "tokens": m.tokens,
-        "first_durable": m.first_durable and round(m.first_durable, 1),
-        "returncode": m.returncode,
-    }
-    print(json.dumps(line), flush=True)
-    if m.returncode or not m.accepted:
-        print(m.log.read_text(errors="replace")[-2000:], file=sys.stderr, flush=True)
+        environment = self._arguments.peers if peer in _OTHERS_ENVIRONMENT else self._arguments.worker
+        python = str(Path(environment).absolute())
+        return run(peer, job, python, round_.environment, kill_at_tokens=kill_at_tokens)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -47,14 +47,22 @@ class Job:
         return Path(self.out)
 
     def rows(self) -> Iterator[tuple[int, list[dict[str, str]]]]:
-        """Each row's id and chat messages."""
+        """Each row's id and chat messages. Raises `json.JSONDecodeError` on a line that is no JSON."""
+        for line in self.lines():
+            yield self.row(line)
+
+    def lines(self) -> Iterator[str]:
+        """The input's lines."""
         with open(self.prompts, encoding="utf-8") as lines:
-            for line in lines:
-                row = json.loads(line)
-                messages = [{"role": "user", "content": self.template.format(text=row["text"])}]
-                if self.system:
-                    messages.insert(0, {"role": "system", "content": self.system})
-                yield int(row["id"]), messages
+            yield from lines
+
+    def row(self, line: str) -> tuple[int, list[dict[str, str]]]:
+        """One line's id and chat messages. Raises `json.JSONDecodeError`."""
+        row = json.loads(line)
+        messages = [{"role": "user", "content": self.template.format(text=row["text"])}]
+        if self.system:
+            messages.insert(0, {"role": "system", "content": self.system})
+        return int(row["id"]), messages
 
 
 Results = dict[int, str]

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,7 +46,13 @@ class Measured:
 
 
 def run(
-    peer: str, job: Job, python: str, *, kill_at_tokens: float | None = None, limit: float = 900.0
+    peer: str,
+    job: Job,
+    python: str,
+    environment: Mapping[str, str],
+    *,
+    kill_at_tokens: float | None = None,
+    limit: float = 900.0,
 ) -> Measured:
     """Start the peer on the job and wait; with `kill_at_tokens`, SIGKILL it once there and start it again.
 
@@ -53,6 +60,7 @@ def run(
         peer: module name under `benchmarks.peers`.
         job: what to do; `job.folder` must be new.
         python: interpreter of the peer's environment.
+        environment: more environment variables.
         kill_at_tokens: engine tokens after which the whole process group is killed, once.
         limit: seconds after which the peer counts as hung and is ended.
     """
@@ -60,7 +68,9 @@ def run(
     meter = job.folder / "meter"
     meter.mkdir(exist_ok=True)
     log = job.folder / "log.txt"
-    environment = os.environ | {
+    variables = {
+        **os.environ,
+        **environment,
         "ENGINE_METER": str(meter),
         "PYTHONPATH": f"{METER}:{Path(__file__).parents[2]}",
         "HF_HUB_OFFLINE": "1",
@@ -74,7 +84,7 @@ def run(
                 [python, "-m", f"benchmarks.peers.{peer}", str(job.folder / "job.json")],
                 stdout=output,
                 stderr=output,
-                env=environment,
+                env=variables,
                 start_new_session=True,
             )
         killed = False

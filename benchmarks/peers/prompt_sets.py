@@ -11,6 +11,9 @@ import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+MALFORMED = "malformed"
+"""Stands for a row whose line is no JSON."""
+
 _WORDS = [
     "account",
     "login",
@@ -123,13 +126,26 @@ def mixed(count: int, rng: random.Random) -> Iterator[str]:
     yield from rows
 
 
+def over_long(count: int, rng: random.Random) -> Iterator[str]:
+    """Short texts, and one in their middle that no context here holds."""
+    for number in range(count):
+        yield _text(rng, 6_000 if number == count // 2 else 30)
+
+
+def malformed(count: int, rng: random.Random) -> Iterator[str]:
+    """Short texts, and one in their middle whose line is torn."""
+    for number in range(count):
+        yield MALFORMED if number == count // 2 else _text(rng, 30)
+
+
 SETS: dict[str, Callable[[int, random.Random], Iterator[str]]] = {
     "uniform": uniform,
     "long-tailed": long_tailed,
-    "shared-prefix": shared_prefix,
     "documents": documents,
     "duplicates": duplicates,
     "mixed": mixed,
+    "over-long": over_long,
+    "malformed": malformed,
 }
 
 
@@ -137,7 +153,8 @@ def write(name: str, count: int, path: Path) -> None:
     """Write one set as JSONL of `{"id", "text"}`."""
     with path.open("w", encoding="utf-8") as file:
         for row_id, text in enumerate(SETS[name](count, random.Random(f"{name}-{count}")), start=1):
-            file.write(json.dumps({"id": row_id, "text": text}) + "\n")
+            line = json.dumps({"id": row_id, "text": text})
+            file.write((line[:-4] if text == MALFORMED else line) + "\n")
 
 
 def _text(rng: random.Random, words: int) -> str:

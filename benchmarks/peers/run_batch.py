@@ -14,15 +14,8 @@ def main(job: Job) -> None:
     """Write the batch file, then become `run-batch` (as a module: the CPU build has no `vllm` command)."""
     batch = job.folder / "batch.jsonl"
     with batch.open("w", encoding="utf-8") as file:
-        for row_id, messages in job.rows():
-            body = {
-                "model": job.model,
-                "messages": messages,
-                "max_tokens": job.max_tokens,
-                "temperature": 0.0,
-            }
-            line = {"custom_id": str(row_id), "method": "POST", "url": "/v1/chat/completions", "body": body}
-            file.write(json.dumps(line) + "\n")
+        for line in job.lines():
+            file.write(_request(job, line) + "\n")
     flags = []
     for name, value in job.engine.items():
         flag = name.replace("_", "-")
@@ -33,6 +26,18 @@ def main(job: Job) -> None:
     module = "vllm.entrypoints.openai.run_batch"
     files = ["-i", str(batch), "-o", str(job.folder / "results.jsonl")]
     os.execv(sys.executable, [sys.executable, "-m", module, *files, "--model", job.model, *flags])
+
+
+def _request(job: Job, line: str) -> str:
+    """A line of the batch file; what is no JSON stays as it is, so that `run-batch` meets it."""
+    try:
+        row_id, messages = job.row(line)
+    except json.JSONDecodeError:
+        return line.rstrip("\n")
+    body = {"model": job.model, "messages": messages, "max_tokens": job.max_tokens, "temperature": 0.0}
+    return json.dumps(
+        {"custom_id": str(row_id), "method": "POST", "url": "/v1/chat/completions", "body": body}
+    )
 
 
 def results(folder: Path) -> Results:

@@ -1,0 +1,109 @@
+"""What is measured: each round is one table of the document."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+EVERYBODY = (
+    "ours",
+    "run_batch",
+    "llm_chat",
+    "llm_chat_chunks",
+    "ray_data",
+    "datatrove_runner",
+    "daft_prompt",
+)
+"""Modules of this package, each one peer."""
+
+SYSTEM = "You are a careful support assistant. Answer in one short sentence, in plain English."
+TEMPLATE = "Summarise this ticket in one sentence.\n\n{text}"
+
+NEEDED: dict[str, object] = {"max_model_len": 2048}
+"""What the model needs; all that a defaults run gives."""
+EQUAL = NEEDED | {
+    "enforce_eager": True,
+    "max_num_seqs": 32,
+    "max_num_batched_tokens": 2048,
+    "kv_cache_memory_bytes": 4 << 30,
+}
+"""The same arguments for everybody."""
+TIGHT = EQUAL | {"num_gpu_blocks_override": 48}
+"""Equal arguments with a KV cache that holds only some of the running prompts' prefixes."""
+
+
+ALL_CORES = {"VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}
+"""Goes with equal arguments: on a CPU vLLM keeps one core free of the model for its own processes."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """One table of the document: a prompt set under one set of engine arguments.
+
+    Attributes:
+        rate: what is compared, accepted rows per second `held` (process start to exit) or per second of the
+            `engine` (its first step to its last).
+        wanted: the ratio to reach, ours over a peer's; `best` stands for the best of all peers.
+    """
+
+    name: str
+    title: str
+    prompts: str
+    engine: dict[str, object]
+    peers: tuple[str, ...] = EVERYBODY
+    rate: Literal["held", "engine"] = "held"
+    wanted: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Environment variables for the peer's process."""
+        return {} if self.engine is NEEDED else ALL_CORES
+
+
+_FEW = ("ours", "run_batch", "llm_chat")
+
+ROUNDS = (
+    Round(
+        "defaults",
+        "mixed, everyone's defaults",
+        "mixed",
+        NEEDED,
+        wanted={"run_batch": 1.5, "ray_data": 1.5, "llm_chat_chunks": 1.0, "best": 1.3},
+    ),
+    Round(
+        "equal",
+        "mixed, equal arguments",
+        "mixed",
+        EQUAL,
+        wanted={"run_batch": 1.0, "llm_chat_chunks": 1.0},
+    ),
+    Round(
+        "uniform",
+        "uniform, equal arguments",
+        "uniform",
+        EQUAL,
+        peers=("ours", "llm_chat"),
+        rate="engine",
+        wanted={"llm_chat": 0.97},
+    ),
+    Round(
+        "prefixes",
+        "shared prefixes, equal arguments, tight KV cache",
+        "documents",
+        TIGHT,
+        peers=("ours", "llm_chat"),
+        rate="engine",
+        wanted={"llm_chat": 1.3},
+    ),
+    Round("long-tailed", "long-tailed, equal arguments", "long-tailed", EQUAL, peers=_FEW),
+    Round("duplicates", "30 % duplicates, equal arguments", "duplicates", EQUAL, peers=_FEW),
+)
+
+KILLED = "equal"
+"""The round whose peers are also killed at half of their tokens and started again."""
+
+FAULTS = {
+    "over-long": "one prompt longer than the context",
+    "malformed": "one line of the input is no JSON",
+}
+"""Prompt sets with one fault, and what it is."""
