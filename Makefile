@@ -51,7 +51,7 @@ mishaps: envs models  ## SmolLM2 in pods that are reclaimed, evicted and deleted
 	$(AIRFLOW)/bin/python -m pytest -m mishaps tests/integration/test_kubernetes.py
 
 bench: envs models $(PEERS).stamp  ## measure what docs/benchmarks.jsonl lacks of the peers, write docs/benchmarks.md (hours)
-	$(WORKER)/bin/python -m benchmarks.peers --kill --faults --airflow $(AIRFLOW)/bin/python \
+	$(WORKER)/bin/python -m benchmarks.peers --kill --faults --memory --airflow $(AIRFLOW)/bin/python \
 	--worker $(WORKER)/bin/python --peers $(PEERS)/bin/python --model $(MODELS)/smollm2 $(BENCH)
 
 docs: $(AIRFLOW).stamp  ## write docs/spec.md from the job spec

@@ -22,11 +22,24 @@ from benchmarks.peers.document import write_document
 from benchmarks.peers.job import Job
 from benchmarks.peers.measure import Measured, run
 from benchmarks.peers.records import Record, Records
-from benchmarks.peers.rounds import EQUAL, EVERYBODY, FAULTS, KILLED, ROUNDS, SYSTEM, TEMPLATE, Round
+from benchmarks.peers.rounds import (
+    EQUAL,
+    EVERYBODY,
+    FAULTS,
+    KILLED,
+    MEMORY,
+    MEMORY_ROWS,
+    ROUNDS,
+    SYSTEM,
+    TEMPLATE,
+    Round,
+    memory_round,
+)
 
 OURS = "ours"
 _OTHERS_ENVIRONMENT = ("ray_data", "datatrove_runner", "daft_prompt")
 _FAULT_ROWS = 24
+_FEW_TOKENS = 2
 
 
 def main() -> int:
@@ -43,6 +56,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", default=list(EVERYBODY), help="which peers")
     parser.add_argument("--kill", action="store_true", help="also kill each peer at half its tokens")
     parser.add_argument("--faults", action="store_true", help="also give each peer one bad row")
+    parser.add_argument("--memory", action="store_true", help="also take peaks at 1,000 and 100,000 rows")
     parser.add_argument("--report", action="store_true", help="measure nothing")
     parser.add_argument("--document", type=Path, default=Path("docs/benchmarks.md"))
     arguments = parser.parse_args()
@@ -56,6 +70,8 @@ def main() -> int:
             bench.kill()
         if arguments.faults:
             bench.faults()
+        if arguments.memory:
+            bench.memory()
     missed = write_document(arguments.document, records)
     print("\n".join(missed) or f"every ratio that is wanted is reached: {arguments.document}")
     return 1 if missed else 0
@@ -89,19 +105,23 @@ class _Bench:
         for fault in FAULTS:
             for peer in self._peers(EVERYBODY):
                 if not self._records.has(fault, peer, 0):
-                    self._keep(
-                        fault,
-                        peer,
-                        0,
-                        self._run(peer, Round(fault, FAULTS[fault], fault, EQUAL), rows=_FAULT_ROWS),
-                    )
+                    round_ = Round(fault, FAULTS[fault], fault, EQUAL)
+                    self._keep(fault, peer, 0, self._run(peer, round_, rows=_FAULT_ROWS), _FAULT_ROWS)
+
+    def memory(self) -> None:
+        """Peak memory with few and with many rows, the engine an instant one."""
+        for rows in MEMORY_ROWS:
+            for peer in self._peers(EVERYBODY):
+                name = memory_round(rows)
+                if not self._records.has(name, peer, 0):
+                    measured = self._run(peer, MEMORY, rows=rows, max_tokens=_FEW_TOKENS)
+                    self._keep(name, peer, 0, measured, rows)
 
     def _peers(self, of: Sequence[str]) -> list[str]:
         return [peer for peer in of if peer in self._arguments.only]
 
-    def _keep(self, round_: str, peer: str, number: int, measured: Measured) -> None:
-        rows = _FAULT_ROWS if round_ in FAULTS else self._arguments.rows
-        record = Record.of(round_, peer, number, rows, measured)
+    def _keep(self, round_: str, peer: str, number: int, measured: Measured, rows: int | None = None) -> None:
+        record = Record.of(round_, peer, number, rows or self._arguments.rows, measured)
         self._records.add(record)
         print(asdict(record), flush=True)
         if measured.returncode or not measured.accepted:
@@ -114,6 +134,7 @@ class _Bench:
         *,
         kill_at_tokens: float | None = None,
         rows: int | None = None,
+        max_tokens: int | None = None,
     ) -> Measured:
         folder = Path(tempfile.mkdtemp(prefix=f"{round_.name}-{peer}-", dir=self._scratch))
         file = folder / "prompts.jsonl"
@@ -125,14 +146,16 @@ class _Bench:
             system=SYSTEM,
             template=TEMPLATE,
             engine=dict(round_.engine),
-            max_tokens=self._arguments.max_tokens,
+            max_tokens=max_tokens or self._arguments.max_tokens,
         )
         job.save(folder / "job.json")
         if peer == OURS:
             ours.prepare(job, self._arguments.airflow)
         environment = self._arguments.peers if peer in _OTHERS_ENVIRONMENT else self._arguments.worker
         python = str(Path(environment).absolute())
-        return run(peer, job, python, round_.environment, kill_at_tokens=kill_at_tokens)
+        return run(
+            peer, job, python, round_.environment, kill_at_tokens=kill_at_tokens, memory=round_.instant
+        )
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.peers.records import Record, Records, by_peer
-from benchmarks.peers.rounds import FAULTS, KILLED, ROUNDS, Round
+from benchmarks.peers.rounds import FAULTS, KILLED, MEMORY_ROWS, ROUNDS, Round, memory_round
 
 OURS = "ours"
 NAMES = {
@@ -78,7 +78,7 @@ def write_document(path: Path, records: Records) -> list[str]:
         table, below = _table(round_, found)
         text += f"\n## {round_.title[0].upper()}{round_.title[1:]}\n\n{table}"
         missed += below
-    text += _kills(records) + _faults(records)
+    text += _kills(records) + _faults(records) + _memory(records)
     path.write_text(text + _FOOT, encoding="utf-8")
     return missed
 
@@ -176,6 +176,22 @@ def _faults(records: Records) -> str:
                 cells.append(f"{record.accepted} of {record.rows - 1}, exit {record.returncode}")
         if cells:
             text += f"| {NAMES[peer]} | {' | '.join(cells)} |\n"
+    return text
+
+
+def _memory(records: Records) -> str:
+    few, many = (by_peer(records.of(memory_round(rows))) for rows in MEMORY_ROWS)
+    if not many:
+        return ""
+    text = "\n## Peak memory\n\nAll processes of each together, in MiB, shared pages once; an engine that "
+    text += "answers at once, a KV cache of 1 GiB (one try each).\n\n"
+    heads = ["who", *(f"{rows:,} rows" for rows in MEMORY_ROWS), "more", "accepted"]
+    text += f"| {' | '.join(heads)} |\n|---" + "|--:" * (len(heads) - 1) + "|\n"
+    for peer, runs in many.items():
+        if peer in few:
+            low, high = few[peer][0].peak or 0.0, runs[0].peak or 0.0
+            cells = [NAMES[peer], f"{low:,.0f}", f"{high:,.0f}", f"{high - low:,.0f}"]
+            text += f"| {' | '.join(cells)} | {runs[0].accepted:,} |\n"
     return text
 
 

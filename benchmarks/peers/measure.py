@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +33,8 @@ class Measured:
         steps: engine steps. tokens: tokens computed by the engine.
         first_durable: seconds until the first accepted row was on disk, if it was seen before the exit.
         returncode: of the last start; the end of the log is in `log`.
+        peak: most memory that all of its processes held together, in MiB, shared pages once; if it was
+            asked for.
     """
 
     held: float
@@ -43,6 +45,7 @@ class Measured:
     first_durable: float | None
     returncode: int
     log: Path
+    peak: float | None = None
 
 
 def run(
@@ -52,7 +55,8 @@ def run(
     environment: Mapping[str, str],
     *,
     kill_at_tokens: float | None = None,
-    limit: float = 900.0,
+    memory: bool = False,
+    limit: float = 1800.0,
 ) -> Measured:
     """Start the peer on the job and wait; with `kill_at_tokens`, SIGKILL it once there and start it again.
 
@@ -62,6 +66,7 @@ def run(
         python: interpreter of the peer's environment.
         environment: more environment variables.
         kill_at_tokens: engine tokens after which the whole process group is killed, once.
+        memory: sample the memory as well, which takes a little of the machine.
         limit: seconds after which the peer counts as hung and is ended.
     """
     module = importlib.import_module(f"benchmarks.peers.{peer}")
@@ -78,6 +83,7 @@ def run(
     }
     begin = time.monotonic()
     first: float | None = None
+    peak = 0.0
     while True:
         with log.open("ab") as output:
             process = subprocess.Popen(
@@ -92,15 +98,17 @@ def run(
             time.sleep(_POLL_SECONDS)
             elapsed = time.monotonic() - begin
             reading = engine_meter.read(meter)
+            if memory:
+                peak = max(peak, sum(_proportional_mib(pid) for pid in _processes(meter)))
             if first is None and reading.steps and module.results(job.folder):
                 first = elapsed
             if elapsed > limit or (kill_at_tokens is not None and reading.tokens >= kill_at_tokens):
                 killed = kill_at_tokens is not None and elapsed <= limit
-                _end(process.pid)
+                _end(meter)
                 break
         returncode = process.wait()
         held = time.monotonic() - begin
-        _end(process.pid)
+        _end(meter)
         if not killed:
             break
         kill_at_tokens = None
@@ -114,18 +122,35 @@ def run(
         first_durable=first,
         returncode=returncode,
         log=log,
+        peak=peak if memory else None,
     )
 
 
-def _end(session: int) -> None:
-    """SIGKILL every process of a session: some peers leave their engine behind."""
-    for stat in Path("/proc").glob("[0-9]*/stat"):
+def _end(meter: Path) -> None:
+    """SIGKILL all that is left of a peer: some leave their engine behind, or daemons."""
+    for pid in _processes(meter):
         try:
-            fields = stat.read_text().rsplit(")", 1)[1].split()
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+
+
+def _processes(meter: Path) -> Iterator[int]:
+    """All processes that a peer has started, in whatever session: they inherit where its meter is."""
+    mark = f"ENGINE_METER={meter}".encode()
+    for entry in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            found = mark in entry.read_bytes().split(b"\0")
         except OSError:
             continue
-        if int(fields[3]) == session:
-            try:
-                os.kill(int(stat.parent.name), signal.SIGKILL)
-            except ProcessLookupError:
-                continue
+        if found:
+            yield int(entry.parent.name)
+
+
+def _proportional_mib(pid: int) -> float:
+    """Memory of a process, what it shares by parts."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0.0
+    return next((int(line.split()[1]) / 1024 for line in lines if line.startswith("Pss:")), 0.0)

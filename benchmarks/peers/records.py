@@ -20,6 +20,7 @@ class Record:
         run: number of the run, from 0; ratios are taken within one run.
         rows: rows of the prompt set.
         first_durable: seconds until an accepted row was seen on disk; null if not before the exit.
+        peak: MiB that all its processes held together at most; null where it was not sampled.
     """
 
     round: str
@@ -33,6 +34,7 @@ class Record:
     tokens: int
     first_durable: float | None
     returncode: int
+    peak: float | None = None
 
     @classmethod
     def of(cls, round_: str, peer: str, run: int, rows: int, measured: Measured) -> Self:
@@ -50,6 +52,7 @@ class Record:
             tokens=int(measured.tokens),
             first_durable=None if first is None else round(first, 2),
             returncode=measured.returncode,
+            peak=None if measured.peak is None else round(measured.peak),
         )
 
     @property

@@ -43,6 +43,7 @@ class Round:
     Attributes:
         rate: what is compared, accepted rows per second `held` (process start to exit) or per second of the
             `engine` (its first step to its last).
+        instant: the engine answers at once, so that only what stands around it is measured.
         wanted: the ratio to reach, ours over a peer's; `best` stands for the best of all peers.
     """
 
@@ -53,11 +54,14 @@ class Round:
     peers: tuple[str, ...] = EVERYBODY
     rate: Literal["held", "engine"] = "held"
     wanted: dict[str, float] = field(default_factory=dict)
+    instant: bool = False
 
     @property
     def environment(self) -> dict[str, str]:
         """Environment variables for the peer's process."""
-        return {} if self.engine is NEEDED else ALL_CORES
+        if self.engine is NEEDED:
+            return {}
+        return ALL_CORES | ({"ENGINE_INSTANT": "1"} if self.instant else {})
 
 
 _FEW = ("ours", "run_batch", "llm_chat")
@@ -107,3 +111,18 @@ FAULTS = {
     "malformed": "one line of the input is no JSON",
 }
 """Prompt sets with one fault, and what it is."""
+
+MEMORY_ROWS = (1_000, 100_000)
+"""Rows of the two runs whose peaks are compared; the engine answers at once."""
+MEMORY = Round(
+    "memory",
+    "peak memory, instant engine",
+    "uniform",
+    NEEDED | {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 30},
+    instant=True,
+)
+
+
+def memory_round(rows: int) -> str:
+    """What a run of so many rows is called on record."""
+    return f"memory-{rows}"
