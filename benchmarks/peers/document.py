@@ -46,9 +46,10 @@ _FOOT = """
   finish reason.
 - Our split and reconcile run where no accelerator is held; they are not in *held*.
 - Identical prompts are sent once by us (`sharding.dedup`); the peers answer each.
-- With everyone's defaults most of the difference on a CPU is start-up: vLLM compiles the model and clears a
-  KV cache of nearly all memory, and our defaults for a CPU do neither (docs/engine.md). On a GPU they are
-  vLLM's own.
+- With everyone's defaults most of the difference on a CPU is start-up: vLLM compiles the model, clears a KV
+  cache of nearly all memory and keeps a core free of the model, and our defaults for a CPU do none of it
+  (docs/engine.md). On a GPU they are vLLM's own. With equal arguments what is left of it is that vLLM starts
+  three processes and we one; nobody keeps a core free there (`VLLM_CPU_NUM_OF_RESERVED_CPU=0`).
 - A set of so few rows is start-up for the greater part. On a long shard the ratio of *held* goes to that of
   *engine*.
 """
