@@ -51,7 +51,7 @@ VARIANTS = (
 _HEAD = """# What vLLM's defaults for offline work are worth
 
 The output of `python -m benchmarks.engine_defaults`: one job of {rows} rows through the worker as it is, and
-with one default turned off. SmolLM2-135M in bf16 on CPU ({cores} cores), medians of {runs} runs, ratios
+with one default turned off. SmolLM2-135M in bf16 on CPU ({cores} cores), {runs} run(s), ratios
 within a run: above 1 the default is worth that much. A GPU has other ratios, and not the first three
 defaults.
 
