@@ -30,6 +30,7 @@ from benchmarks.peers.rounds import (
     MEMORY,
     MEMORY_ROWS,
     ROUNDS,
+    SLOWEST,
     SYSTEM,
     TEMPLATE,
     Round,
@@ -38,6 +39,8 @@ from benchmarks.peers.rounds import (
 
 OURS = "ours"
 _OTHERS_ENVIRONMENT = ("ray_data", "datatrove_runner", "daft_prompt")
+_KILL_ROWS = 4
+"""Times the rows of the other rounds: what is in flight has to be a small part of a run that is killed."""
 _FAULT_ROWS = 24
 _FEW_TOKENS = 2
 
@@ -53,7 +56,7 @@ def main() -> int:
     parser.add_argument("--max-tokens", type=int, default=48, help="most tokens of an answer")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--rounds", nargs="*", default=[r.name for r in ROUNDS], help="which tables")
-    parser.add_argument("--only", nargs="*", default=list(EVERYBODY), help="which peers")
+    parser.add_argument("--only", nargs="*", default=[*EVERYBODY, SLOWEST], help="which peers")
     parser.add_argument("--kill", action="store_true", help="also kill each peer at half its tokens")
     parser.add_argument("--faults", action="store_true", help="also give each peer one bad row")
     parser.add_argument("--memory", action="store_true", help="also take peaks at 1,000 and 100,000 rows")
@@ -94,11 +97,14 @@ class _Bench:
     def kill(self) -> None:
         """Kill each peer at half of the tokens that an undisturbed run of it computes, and start it again."""
         round_ = next(r for r in ROUNDS if r.name == KILLED)
-        for peer in self._peers(round_.peers):
-            whole = [r.tokens for r in self._records.of(KILLED) if r.peer == peer]
-            if whole and not self._records.has("killed", peer, 0):
-                half = sorted(whole)[len(whole) // 2] / 2
-                self._keep("killed", peer, 0, self._run(peer, round_, kill_at_tokens=half))
+        rows = _KILL_ROWS * self._arguments.rows
+        for peer in self._peers(EVERYBODY):
+            if not self._records.has("whole", peer, 0):
+                self._keep("whole", peer, 0, self._run(peer, round_, rows=rows), rows)
+            if not self._records.has("killed", peer, 0):
+                needed = next(r.tokens for r in self._records.of("whole") if r.peer == peer)
+                killed = self._run(peer, round_, rows=rows, kill_at_tokens=needed / 2)
+                self._keep("killed", peer, 0, killed, rows)
 
     def faults(self) -> None:
         """One fault in the input of each peer."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.peers.records import Record, Records, by_peer
-from benchmarks.peers.rounds import FAULTS, KILLED, MEMORY_ROWS, ROUNDS, Round, memory_round
+from benchmarks.peers.rounds import FAULTS, MEMORY_ROWS, ROUNDS, Round, memory_round
 
 OURS = "ours"
 NAMES = {
@@ -153,13 +153,13 @@ def _kills(records: Records) -> str:
     killed = by_peer(records.of("killed"))
     if not killed:
         return ""
-    whole = by_peer(records.of(KILLED))
+    whole = by_peer(records.of("whole"))
     text = "\n## Killed at half (SIGKILL), started again\n\n"
     text += "Tokens computed in all, over those of an undisturbed run of the same peer (one try each).\n\n"
     text += "| who | accepted | tokens paid, over tokens needed | held s |\n|---|--:|--:|--:|\n"
     for peer, runs in killed.items():
         record = runs[0]
-        paid = record.tokens / _median(list(whole[peer].values()), lambda r: r.tokens)
+        paid = record.tokens / whole[peer][0].tokens
         cells = [NAMES[peer], f"{record.accepted}/{record.rows}", f"{paid:.2f}", f"{record.held:.0f}"]
         text += f"| {' | '.join(cells)} |\n"
     return text

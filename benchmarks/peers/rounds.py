@@ -15,6 +15,8 @@ EVERYBODY = (
     "daft_prompt",
 )
 """Modules of this package, each one peer."""
+SLOWEST = "single_calls"
+"""One more, measured in one round only."""
 
 SYSTEM = "You are a careful support assistant. Answer in one short sentence, in plain English."
 TEMPLATE = "Summarise this ticket in one sentence.\n\n{text}"
@@ -79,6 +81,7 @@ ROUNDS = (
         "mixed, equal arguments",
         "mixed",
         EQUAL,
+        peers=(*EVERYBODY, SLOWEST),
         wanted={"run_batch": 1.0, "llm_chat_chunks": 1.0},
     ),
     Round(
@@ -104,7 +107,7 @@ ROUNDS = (
 )
 
 KILLED = "equal"
-"""The round whose peers are also killed at half of their tokens and started again."""
+"""The round that is run again with more rows, whole and killed at half of its tokens."""
 
 FAULTS = {
     "over-long": "one prompt longer than the context",
