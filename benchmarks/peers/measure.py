@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from benchmarks.peers.job import Job
 
@@ -99,16 +102,16 @@ def run(
             elapsed = time.monotonic() - begin
             reading = engine_meter.read(meter)
             if memory:
-                peak = max(peak, sum(_proportional_mib(pid) for pid in _processes(meter)))
+                peak = max(peak, sum(_proportional_mib(pid) for pid in _processes(process.pid, meter)))
             if first is None and reading.steps and module.results(job.folder):
                 first = elapsed
             if elapsed > limit or (kill_at_tokens is not None and reading.tokens >= kill_at_tokens):
                 killed = kill_at_tokens is not None and elapsed <= limit
-                _end(meter)
+                _end(process.pid, meter)
                 break
         returncode = process.wait()
         held = time.monotonic() - begin
-        _end(meter)
+        _end(process.pid, meter)
         if not killed:
             break
         kill_at_tokens = None
@@ -126,25 +129,30 @@ def run(
     )
 
 
-def _end(meter: Path) -> None:
+def _end(session: int, meter: Path) -> None:
     """SIGKILL all that is left of a peer: some leave their engine behind, or daemons."""
-    for pid in _processes(meter):
-        try:
+    for pid in _processes(session, meter):
+        with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
 
 
-def _processes(meter: Path) -> Iterator[int]:
-    """All processes that a peer has started, in whatever session: they inherit where its meter is."""
+def _processes(session: int, meter: Path) -> set[int]:
+    """All processes of a peer: of its session, or with its meter in their environment, and their children.
+
+    Neither mark finds all: daemons have sessions of their own, and a process that gives itself a title
+    overwrites its environment.
+    """
     mark = f"ENGINE_METER={meter}".encode()
-    for entry in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            found = mark in entry.read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if found:
-            yield int(entry.parent.name)
+    found: set[int] = set()
+    for entry in Path("/proc").glob("[0-9]*"):
+        pid = int(entry.name)
+        with contextlib.suppress(OSError):
+            if os.getsid(pid) == session or mark in (entry / "environ").read_bytes().split(b"\0"):
+                found.add(pid)
+    for pid in tuple(found):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found.update(child.pid for child in psutil.Process(pid).children(recursive=True))
+    return found
 
 
 def _proportional_mib(pid: int) -> float:

@@ -15,21 +15,15 @@ _TOKEN = 64
 
 
 def install() -> None:
-    """Replace the model's execution in each engine core."""
+    """Replace the model's execution; an engine core loads plugins while it makes its executor."""
     if not os.environ.get("ENGINE_INSTANT"):
         return
-    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-    inner = EngineCore.__init__
-    if getattr(inner, "instant", False):
-        return
-
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        inner(self, *args, **kwargs)
-        self.model_executor.execute_model = _Instant().execute_model
-
-    init.instant = True  # type: ignore[attr-defined]
-    EngineCore.__init__ = init
+    instant = _Instant()  # an engine core has one executor
+    for executor in (MultiprocExecutor, UniProcExecutor):
+        executor.execute_model = lambda _, *given, **named: instant.execute_model(*given, **named)
 
 
 class _Instant:
