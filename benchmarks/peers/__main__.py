@@ -11,6 +11,7 @@ measured again, and `--report` only writes the document.
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from pathlib import Path
 from benchmarks.peers import ours, prompt_sets
 from benchmarks.peers.document import write_document
 from benchmarks.peers.job import Job
-from benchmarks.peers.measure import Measured, run
+from benchmarks.peers.measure import Measured, refused_before_start, run
 from benchmarks.peers.records import Record, Records
 from benchmarks.peers.rounds import (
     EQUAL,
@@ -112,7 +113,11 @@ class _Bench:
             for peer in self._peers(EVERYBODY):
                 if not self._records.has(fault, peer, 0):
                     round_ = Round(fault, FAULTS[fault], fault, EQUAL)
-                    self._keep(fault, peer, 0, self._run(peer, round_, rows=_FAULT_ROWS), _FAULT_ROWS)
+                    try:
+                        measured = self._run(peer, round_, rows=_FAULT_ROWS)
+                    except subprocess.CalledProcessError as refused:  # when it was planned
+                        measured = refused_before_start(refused.returncode)
+                    self._keep(fault, peer, 0, measured, _FAULT_ROWS)
 
     def memory(self) -> None:
         """Peak memory with few and with many rows, the engine an instant one."""

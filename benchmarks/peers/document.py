@@ -169,14 +169,16 @@ def _faults(records: Records) -> str:
     found = {fault: by_peer(records.of(fault)) for fault in FAULTS}
     if not any(found.values()):
         return ""
-    text = "\n## One bad row\n\nRows accepted of the good ones, and the exit status (one try each).\n\n"
+    text = "\n## One bad row\n\nRows accepted of the good ones, the exit status, and what was held "
+    text += "(one try each).\n\n"
     text += "| who | " + " | ".join(FAULTS.values()) + " |\n" + "|---" * (len(FAULTS) + 1) + "|\n"
     for peer in NAMES:
         cells = []
         for fault in FAULTS:
             record = found[fault].get(peer, {}).get(0)
             if record is not None:
-                cells.append(f"{record.accepted} of {record.rows - 1}, exit {record.returncode}")
+                held = f"{record.held:.0f} s held" if record.held else "refused before anything was held"
+                cells.append(f"{record.accepted} of {record.rows - 1}, exit {record.returncode}, {held}")
         if cells:
             text += f"| {NAMES[peer]} | {' | '.join(cells)} |\n"
     return text

@@ -129,6 +129,11 @@ def run(
     )
 
 
+def refused_before_start(returncode: int) -> Measured:
+    """A job whose input was refused before anything was held for it."""
+    return Measured(0.0, 0, 0.0, 0, 0, None, returncode, Path(os.devnull))
+
+
 def _end(session: int, meter: Path) -> None:
     """SIGKILL all that is left of a peer: some leave their engine behind, or daemons."""
     for pid in _processes(session, meter):
