@@ -15,10 +15,9 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.peers import ours, prompt_sets
-from benchmarks.peers.job import Job
+from benchmarks.peers import ours
 from benchmarks.peers.measure import Measured, run
-from benchmarks.peers.rounds import NEEDED, SYSTEM, TEMPLATE
+from benchmarks.peers.rounds import NEEDED, OURS, write_job
 
 
 @dataclass(frozen=True)
@@ -85,19 +84,16 @@ def main() -> None:
 
 def _run(variant: Variant, scratch: Path, arguments: argparse.Namespace) -> Measured:
     folder = Path(tempfile.mkdtemp(dir=scratch))
-    prompt_sets.write(variant.prompts, arguments.rows, folder / "prompts.jsonl")
-    job = Job(
-        prompts=str(folder / "prompts.jsonl"),
-        out=str(folder),
-        model=str(Path(arguments.model).resolve()),
-        system=SYSTEM,
-        template=TEMPLATE,
+    job = write_job(
+        folder,
+        variant.prompts,
+        arguments.rows,
         engine=NEEDED | variant.engine,
+        model=arguments.model,
         max_tokens=arguments.max_tokens,
     )
-    job.save(folder / "job.json")
     ours.prepare(job, arguments.airflow)
-    measured = run("ours", job, str(Path(arguments.worker).absolute()), variant.environment)
+    measured = run(OURS, job, str(Path(arguments.worker).absolute()), variant.environment)
     print(f"{variant.title}: held {measured.held:.1f} s, engine {measured.engine:.1f} s", flush=True)
     if measured.returncode or measured.accepted != arguments.rows:
         raise SystemExit(f"{measured.accepted} rows, exit {measured.returncode}: {measured.log}")

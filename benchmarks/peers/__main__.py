@@ -18,9 +18,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks.peers import ours, prompt_sets
+from benchmarks.peers import ours
 from benchmarks.peers.document import write_document
-from benchmarks.peers.job import Job
 from benchmarks.peers.measure import Measured, refused_before_start, run
 from benchmarks.peers.records import Record, Records
 from benchmarks.peers.rounds import (
@@ -30,15 +29,14 @@ from benchmarks.peers.rounds import (
     KILLED,
     MEMORY,
     MEMORY_ROWS,
+    OURS,
     ROUNDS,
     SLOWEST,
-    SYSTEM,
-    TEMPLATE,
     Round,
     memory_round,
+    write_job,
 )
 
-OURS = "ours"
 _OTHERS_ENVIRONMENT = ("ray_data", "datatrove_runner", "daft_prompt")
 _KILL_ROWS = 4
 """Times the rows of the other rounds: what is in flight has to be a small part of a run that is killed."""
@@ -148,18 +146,14 @@ class _Bench:
         max_tokens: int | None = None,
     ) -> Measured:
         folder = Path(tempfile.mkdtemp(prefix=f"{round_.name}-{peer}-", dir=self._scratch))
-        file = folder / "prompts.jsonl"
-        prompt_sets.write(round_.prompts, rows or self._arguments.rows, file)
-        job = Job(
-            prompts=str(file),
-            out=str(folder),
-            model=str(Path(self._arguments.model).resolve()),
-            system=SYSTEM,
-            template=TEMPLATE,
-            engine=dict(round_.engine),
+        job = write_job(
+            folder,
+            round_.prompts,
+            rows or self._arguments.rows,
+            engine=round_.engine,
+            model=self._arguments.model,
             max_tokens=max_tokens or self._arguments.max_tokens,
         )
-        job.save(folder / "job.json")
         if peer == OURS:
             ours.prepare(job, self._arguments.airflow)
         environment = self._arguments.peers if peer in _OTHERS_ENVIRONMENT else self._arguments.worker

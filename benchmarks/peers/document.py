@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import platform
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.peers.records import Record, Records, by_peer
-from benchmarks.peers.rounds import FAULTS, MEMORY_ROWS, ROUNDS, Round, memory_round
+from benchmarks.peers.rounds import FAULTS, MEMORY_ROWS, OURS, ROUNDS, Round, memory_round
 
-OURS = "ours"
 NAMES = {
     OURS: "airflow_batchinfer worker",
     "llm_chat": "one `LLM.chat` call",
@@ -108,7 +107,7 @@ def _table(round_: Round, found: dict[str, dict[int, Record]]) -> tuple[str, lis
     unit = "held s" if round_.rate == "held" else "engine s"
     heads = ["who", "runs", "accepted", f"rows / {unit}", "ours over it", "wanted"]
     heads += ["held s", "engine s", "steps", "tokens computed", "first row safe"]
-    lines = [f"| {' | '.join(heads)} |", "|---" + "|--:" * (len(heads) - 1) + "|"]
+    text = _heading(heads)
     missed = []
     for peer in (p for p in round_.peers if p in found):
         runs = list(found[peer].values())
@@ -136,8 +135,17 @@ def _table(round_: Round, found: dict[str, dict[int, Record]]) -> tuple[str, lis
             f"{_median(runs, lambda r: r.tokens):.0f}",
             _first(runs),
         ]
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(lines) + "\n", missed
+        text += _row(cells)
+    return text, missed
+
+
+def _heading(heads: Sequence[str], align: str = "--:") -> str:
+    """The first two lines of a table: a column of words, then others, aligned as numbers unless said."""
+    return _row(heads) + "|---" + f"|{align}" * (len(heads) - 1) + "|\n"
+
+
+def _row(cells: Sequence[object]) -> str:
+    return f"| {' | '.join(map(str, cells))} |\n"
 
 
 def _median(runs: list[Record], value: Callable[[Record], float]) -> float:
@@ -156,12 +164,11 @@ def _kills(records: Records) -> str:
     whole = by_peer(records.of("whole"))
     text = "\n## Killed at half (SIGKILL), started again\n\n"
     text += "Tokens computed in all, over those of an undisturbed run of the same peer (one try each).\n\n"
-    text += "| who | accepted | tokens paid, over tokens needed | held s |\n|---|--:|--:|--:|\n"
+    text += _heading(["who", "accepted", "tokens paid, over tokens needed", "held s"])
     for peer, runs in killed.items():
         record = runs[0]
         paid = record.tokens / whole[peer][0].tokens
-        cells = [NAMES[peer], f"{record.accepted}/{record.rows}", f"{paid:.2f}", f"{record.held:.0f}"]
-        text += f"| {' | '.join(cells)} |\n"
+        text += _row([NAMES[peer], f"{record.accepted}/{record.rows}", f"{paid:.2f}", f"{record.held:.0f}"])
     return text
 
 
@@ -171,7 +178,7 @@ def _faults(records: Records) -> str:
         return ""
     text = "\n## One bad row\n\nRows accepted of the good ones, the exit status, and what was held "
     text += "(one try each).\n\n"
-    text += "| who | " + " | ".join(FAULTS.values()) + " |\n" + "|---" * (len(FAULTS) + 1) + "|\n"
+    text += _heading(["who", *FAULTS.values()], align="---")
     for peer in NAMES:
         cells = []
         for fault in FAULTS:
@@ -180,7 +187,7 @@ def _faults(records: Records) -> str:
                 held = f"{record.held:.0f} s held" if record.held else "refused before anything was held"
                 cells.append(f"{record.accepted} of {record.rows - 1}, exit {record.returncode}, {held}")
         if cells:
-            text += f"| {NAMES[peer]} | {' | '.join(cells)} |\n"
+            text += _row([NAMES[peer], *cells])
     return text
 
 
@@ -190,13 +197,12 @@ def _memory(records: Records) -> str:
         return ""
     text = "\n## Peak memory\n\nAll processes of each together, in MiB, shared pages once; an engine that "
     text += "answers at once, a KV cache of 1 GiB (one try each).\n\n"
-    heads = ["who", *(f"{rows:,} rows" for rows in MEMORY_ROWS), "more", "accepted"]
-    text += f"| {' | '.join(heads)} |\n|---" + "|--:" * (len(heads) - 1) + "|\n"
+    text += _heading(["who", *(f"{rows:,} rows" for rows in MEMORY_ROWS), "more", "accepted"])
     for peer, runs in many.items():
         if peer in few:
             low, high = few[peer][0].peak or 0.0, runs[0].peak or 0.0
-            cells = [NAMES[peer], f"{low:,.0f}", f"{high:,.0f}", f"{high - low:,.0f}"]
-            text += f"| {' | '.join(cells)} | {runs[0].accepted:,} |\n"
+            figures = (low, high, high - low, runs[0].accepted)
+            text += _row([NAMES[peer], *(f"{figure:,.0f}" for figure in figures)])
     return text
 
 

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
+from benchmarks.peers import prompt_sets
+from benchmarks.peers.job import Job
+
+OURS = "ours"
 EVERYBODY = (
     "ours",
     "run_batch",
@@ -66,7 +71,7 @@ class Round:
         return ALL_CORES | ({"ENGINE_INSTANT": "1"} if self.instant else {})
 
 
-_FEW = ("ours", "run_batch", "llm_chat")
+_FEW = (OURS, "run_batch", "llm_chat")
 
 ROUNDS = (
     Round(
@@ -89,7 +94,7 @@ ROUNDS = (
         "uniform, equal arguments",
         "uniform",
         EQUAL,
-        peers=("ours", "llm_chat"),
+        peers=(OURS, "llm_chat"),
         rate="engine",
         wanted={"llm_chat": 0.97},
     ),
@@ -98,7 +103,7 @@ ROUNDS = (
         "shared prefixes, equal arguments, tight KV cache",
         "documents",
         TIGHT,
-        peers=("ours", "llm_chat"),
+        peers=(OURS, "llm_chat"),
         rate="engine",
         wanted={"llm_chat": 1.3},
     ),
@@ -124,6 +129,28 @@ MEMORY = Round(
     NEEDED | {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 30},
     instant=True,
 )
+
+
+def write_job(
+    folder: Path, prompts: str, rows: int, *, engine: dict[str, object], model: str, max_tokens: int
+) -> Job:
+    """Write the prompts and the job that any peer is given, into a folder that exists.
+
+    Args:
+        prompts: name of a prompt set. model: folder of the model. max_tokens: of an answer, at most.
+    """
+    prompt_sets.write(prompts, rows, folder / "prompts.jsonl")
+    job = Job(
+        prompts=str(folder / "prompts.jsonl"),
+        out=str(folder),
+        model=str(Path(model).resolve()),
+        system=SYSTEM,
+        template=TEMPLATE,
+        engine=dict(engine),
+        max_tokens=max_tokens,
+    )
+    job.save(folder / "job.json")
+    return job
 
 
 def memory_round(rows: int) -> str:
