@@ -4,8 +4,8 @@
 
 Peers take turns within a run, in the other direction every second run, so that a slow spell of the machine
 hits all of them; ratios are taken within a run, and medians over runs: a first run that fills a cache for
-compiled code does not decide. Each measurement is kept in a file at once: what was measured is not
-measured again, and `--report` only writes the document.
+compiled code does not decide. Each measurement is kept in a file at once, and whoever has enough is not
+measured again, but for ours, which is in each run; `--report` only writes the document.
 """
 
 from __future__ import annotations
@@ -86,11 +86,11 @@ class _Bench:
         self._scratch = Path(tempfile.mkdtemp(prefix="peers-"))
 
     def measure(self, round_: Round) -> None:
-        """All runs of a round that are not on record."""
-        for number in range(self._arguments.runs):
-            for peer in self._peers(round_.peers)[:: 1 if number % 2 else -1]:
-                if self._records.has(round_.name, peer, number):
-                    continue
+        """Runs of all who have too few on record; ours is in each, as a ratio is of one run."""
+        while short := [p for p in self._peers(round_.peers) if self._lacks(round_, p)]:
+            number = self._records.next_run(round_.name)
+            turns = [p for p in round_.peers if p == OURS or p in short]
+            for peer in turns[:: 1 if number % 2 else -1]:
                 self._keep(round_.name, peer, number, self._run(peer, round_))
 
     def kill(self) -> None:
@@ -125,6 +125,9 @@ class _Bench:
                 if not self._records.has(name, peer, 0):
                     measured = self._run(peer, MEMORY, rows=rows, max_tokens=_FEW_TOKENS)
                     self._keep(name, peer, 0, measured, rows)
+
+    def _lacks(self, round_: Round, peer: str) -> bool:
+        return self._records.runs(round_.name, peer) < self._arguments.runs
 
     def _peers(self, of: Sequence[str]) -> list[str]:
         return [peer for peer in of if peer in self._arguments.only]

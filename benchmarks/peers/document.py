@@ -38,6 +38,9 @@ medians over runs, ratios are taken within a run. The single measurements are in
 - *wanted*: what this project set itself, where it did; **bold** where it is missed.
 """
 
+_TIE = 0.05
+"""Two rates this close are called a tie."""
+
 _FOOT = """
 ## What this does not show
 
@@ -51,6 +54,8 @@ _FOOT = """
   cache of nearly all memory and keeps a core free of the model, and our defaults for a CPU do none of it
   (docs/engine.md). On a GPU they are vLLM's own. With equal arguments what is left of it is that vLLM starts
   three processes and we one; nobody keeps a core free there (`VLLM_CPU_NUM_OF_RESERVED_CPU=0`).
+- Only the mixed set is measured with everyone's defaults and with all peers: on the other sets start-up
+  would hide what they are for.
 - A set of so few rows is start-up for the greater part. On a long shard the ratio of *held* goes to that of
   *engine*.
 """
@@ -81,13 +86,13 @@ def write_document(path: Path, records: Records) -> list[str]:
         text += f"\n## {round_.title[0].upper()}{round_.title[1:]}\n\n{table}"
         missed += below
     text += _kills(records) + _faults(records) + _memory(records)
+    text += "\n## Where we tie or lose\n\n" + _behind(measured)
     path.write_text(text + _FOOT, encoding="utf-8")
     return missed
 
 
-def ratios(round_: Round, found: dict[str, dict[int, Record]]) -> dict[str, float]:
-    """Ours over each peer's by the round's own rate: medians over the runs that both have."""
-    rate = _rate_of(round_)
+def ratios(rate: Callable[[Record], float], found: dict[str, dict[int, Record]]) -> dict[str, float]:
+    """Ours over each peer's: medians over the runs that both have."""
     ours = found.get(OURS, {})
     result = {}
     for peer, runs in found.items():
@@ -102,7 +107,7 @@ def _rate_of(round_: Round) -> Callable[[Record], float]:
 
 
 def _table(round_: Round, found: dict[str, dict[int, Record]]) -> tuple[str, list[str]]:
-    reached = ratios(round_, found)
+    reached = ratios(_rate_of(round_), found)
     best = min(reached, key=lambda peer: reached[peer], default=None)
     unit = "held s" if round_.rate == "held" else "engine s"
     heads = ["who", "runs", "accepted", f"rows / {unit}", "ours over it", "wanted"]
@@ -137,6 +142,23 @@ def _table(round_: Round, found: dict[str, dict[int, Record]]) -> tuple[str, lis
         ]
         text += _row(cells)
     return text, missed
+
+
+def _behind(measured: Sequence[tuple[Round, dict[str, dict[int, Record]]]]) -> str:
+    """A line for each peer that we are not clearly ahead of, in any round and by either rate."""
+    rates: dict[str, Callable[[Record], float]] = {
+        "held": lambda r: r.held_rate,
+        "engine": lambda r: r.engine_rate,
+    }
+    text = f"Ours over theirs, accepted rows per second; a tie is within {_TIE:.0%}.\n\n"
+    text += _heading(["set and arguments", "per second", "who", "ours over it", ""], align="---")
+    for round_, found in measured:
+        for unit, rate in rates.items():
+            for peer, ratio in ratios(rate, found).items():
+                if ratio <= 1 + _TIE:
+                    word = "tie" if ratio >= 1 - _TIE else "we lose"
+                    text += _row([round_.title, unit, NAMES[peer], f"{ratio:.2f}", word])
+    return text
 
 
 def _heading(heads: Sequence[str], align: str = "--:") -> str:

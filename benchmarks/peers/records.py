@@ -85,6 +85,14 @@ class Records:
         """Whether that was measured."""
         return any((r.round, r.peer, r.run) == (round_, peer, run) for r in self._found)
 
+    def runs(self, round_: str, peer: str) -> int:
+        """How often that was measured."""
+        return sum((r.round, r.peer) == (round_, peer) for r in self._found)
+
+    def next_run(self, round_: str) -> int:
+        """Number of the run that follows the last on record."""
+        return max((r.run + 1 for r in self._found if r.round == round_), default=0)
+
     def of(self, round_: str) -> list[Record]:
         """All of a round, in the order they were measured."""
         return [r for r in self._found if r.round == round_]

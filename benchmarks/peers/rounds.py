@@ -71,7 +71,7 @@ class Round:
         return ALL_CORES | ({"ENGINE_INSTANT": "1"} if self.instant else {})
 
 
-_FEW = (OURS, "run_batch", "llm_chat")
+_FEW = (OURS, "run_batch", "llm_chat", "ray_data")
 
 ROUNDS = (
     Round(
@@ -94,7 +94,7 @@ ROUNDS = (
         "uniform, equal arguments",
         "uniform",
         EQUAL,
-        peers=(OURS, "llm_chat"),
+        peers=_FEW,
         rate="engine",
         wanted={"llm_chat": 0.97},
     ),
@@ -103,7 +103,7 @@ ROUNDS = (
         "shared prefixes, equal arguments, tight KV cache",
         "documents",
         TIGHT,
-        peers=(OURS, "llm_chat"),
+        peers=_FEW,
         rate="engine",
         wanted={"llm_chat": 1.3},
     ),
