@@ -38,7 +38,7 @@ from benchmarks.peers.rounds import (
 )
 
 _OTHERS_ENVIRONMENT = ("ray_data", "datatrove_runner", "daft_prompt")
-_KILL_ROWS = 4
+_KILL_ROWS = 3
 """Times the rows of the other rounds: what is in flight has to be a small part of a run that is killed."""
 _FAULT_ROWS = 24
 _FEW_TOKENS = 2
