@@ -29,7 +29,13 @@ retried_job = batch_inference(
 )
 
 piloted_job = batch_inference(
-    job_of_conf, dag_id="piloted_job", params=PARAMS, retries=0, pilot=True, judge=True
+    job_of_conf,
+    dag_id="piloted_job",
+    params=PARAMS,
+    retries=1,
+    retry_delay=timedelta(seconds=1),
+    pilot=True,
+    judge=True,
 )
 
 model_job = batch_inference(
