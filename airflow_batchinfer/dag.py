@@ -39,7 +39,7 @@ class PipelineOptions:
     pool_slots: int = 1
     """Slots that one infer task takes in the pool."""
     retries: int = 2
-    """Retries of all tasks but reconcile, report and gate, after a failure that may pass."""
+    """Retries of each task, after a failure that may pass."""
     retry_delay: timedelta = timedelta(seconds=30)
     """Wait before the first retry; each next wait is twice as long."""
     store_conn_id: str | None = None
@@ -211,7 +211,7 @@ def _is_judged(job: JobSpec | None, options: PipelineOptions) -> bool:
 
 
 def _patient(options: PipelineOptions) -> dict[str, Any]:
-    """Arguments of tasks that are tried again."""
+    """Arguments of all tasks: who reaches the store, and how they are tried again."""
     return {
         "store_conn_id": options.store_conn_id,
         "retries": options.retries,
@@ -233,17 +233,16 @@ def _build_rest(
         options: see `PipelineOptions`.
     """
     patient = _patient(options)
-    common: dict[str, Any] = {"store_conn_id": options.store_conn_id}
-    run = {"split_task_id": planner.task_id}
+    on_run = {"split_task_id": planner.task_id, **patient}
     infer = _infer(options, job, "infer", fleet, patient)
-    reconcile = ReconcileOperator(task_id="reconcile", trigger_rule=TriggerRule.ALL_DONE, **run, **common)
+    reconcile = ReconcileOperator(task_id="reconcile", trigger_rule=TriggerRule.ALL_DONE, **on_run)
     judge = _judge(planner, job, options)
     # The judge is skipped if the job turns out to have none.
     after_judge = TriggerRule.NONE_FAILED if judge else TriggerRule.ALL_SUCCESS
-    validate = ValidateOperator(task_id="validate", trigger_rule=after_judge, **run, **patient)
-    merge = MergeOperator(task_id="merge", **run, **patient)
-    report = ReportOperator(task_id="report", trigger_rule=TriggerRule.ALL_DONE, **run, **common)
-    gate = GateOperator(task_id="gate", trigger_rule=TriggerRule.ALL_DONE, **run, **common)
+    validate = ValidateOperator(task_id="validate", trigger_rule=after_judge, **on_run)
+    merge = MergeOperator(task_id="merge", **on_run)
+    report = ReportOperator(task_id="report", trigger_rule=TriggerRule.ALL_DONE, **on_run)
+    gate = GateOperator(task_id="gate", trigger_rule=TriggerRule.ALL_DONE, **on_run)
     chain(infer, reconcile, *judge, validate, merge, report, gate)
 
 

@@ -3,7 +3,13 @@ import sys
 
 import pytest
 
-from airflow_batchinfer.errors import SpecError
+from airflow_batchinfer.errors import (
+    GateError,
+    IncompleteRunError,
+    SpecError,
+    StaleLedgerError,
+    StoreError,
+)
 
 pytestmark = pytest.mark.airflow_env
 
@@ -83,10 +89,18 @@ def test_parallelism_pool_and_retries_reach_the_infer_task(build):
     )
 
 
-def test_reconcile_report_and_gate_are_not_retried(build):
-    """Their answer does not change by asking again."""
-    dag = build(FIELDS)
-    assert [dag.get_task(t).retries for t in ("reconcile", "report", "gate")] == [0, 0, 0]
+def test_every_task_survives_an_outage_and_none_repeats_a_verdict(build):
+    """A store that is away for a minute, or a lost worker of Airflow's, must not end a complete run red."""
+    from airflow.sdk import RetryAction
+
+    dag = build({**FIELDS, "pilot": {"rows": 20}, "judge": JUDGE}, retries=4)
+    for task in dag.tasks:
+        settings = getattr(task, "partial_kwargs", None) or vars(task)
+        assert settings["retries"] == 4, task.task_id
+        decide = settings["retry_policy"].evaluate
+        assert decide(StoreError("throttled"), 1, 5).action == RetryAction.RETRY, task.task_id
+        for verdict in (IncompleteRunError, StaleLedgerError, GateError):
+            assert decide(verdict("no"), 1, 5).action == RetryAction.FAIL, task.task_id
 
 
 def test_task_group_in_somebodys_dag(build):
