@@ -27,6 +27,9 @@ Runtime = Literal["local", "kubernetes"]
 """Where workers run: a process beside Airflow's task, or a pod each."""
 
 
+_NAME_THE_IMAGE = frozenset({"image", "pod_template_file", "pod_template_dict", "full_pod_spec"})
+
+
 @dataclass(frozen=True, kw_only=True)
 class PipelineOptions:
     """How Airflow runs a pipeline, whatever the job."""
@@ -99,7 +102,7 @@ def batch_inference(
 
     Raises:
         SpecError: the spec is not valid (Airflow shows it as the file's import error).
-        ValueError: `dag_id` is missing, or DAG arguments were given for a task group.
+        ValueError: `dag_id` is missing, DAG arguments were given for a task group, or the pods have no image.
     """
     options = PipelineOptions(
         runtime=runtime,
@@ -265,7 +268,7 @@ def _infer(
     """The mapped infer task over the bundles that another task returns."""
     sharding = job.sharding if job else ShardingSpec()
     placement = {"pool": options.pool, "pool_slots": options.pool_slots} if options.pool else {}
-    return (
+    infer = (
         _infer_operator(options.runtime)
         .partial(
             task_id=task_id,
@@ -277,6 +280,19 @@ def _infer(
         )
         .expand(bundle=bundles.output)
     )
+    if options.runtime == "kubernetes":
+        _check_image(options, infer)
+    return infer
+
+
+def _check_image(options: PipelineOptions, infer: Any) -> None:
+    """Kubernetes would say the same, but only once split has read all input."""
+    given = {*options.infer_arguments, *infer.dag.default_args, *infer.task_group.default_args}
+    if not given & _NAME_THE_IMAGE:
+        raise ValueError(
+            "`infer_arguments`: the pods have no image. Give `image` (REGISTRY/batchinfer-worker, say) or "
+            "a pod template that names it; docs/kubernetes.md shows how to build it"
+        )
 
 
 def _infer_operator(runtime: Runtime) -> type[BaseOperator]:

@@ -1,7 +1,11 @@
+import re
 import subprocess
 import sys
+import textwrap
+from pathlib import Path
 
 import pytest
+import yaml
 
 from airflow_batchinfer.errors import (
     GateError,
@@ -13,6 +17,7 @@ from airflow_batchinfer.errors import (
 
 pytestmark = pytest.mark.airflow_env
 
+ROOT = Path(__file__).resolve().parents[3]
 JUDGE = {
     "prompt": {"template": "Is {{ output }} right for {{ text }}?"},
     "task": {"type": "choice", "labels": ["yes", "no"]},
@@ -124,6 +129,38 @@ def test_arguments_that_do_not_fit(build):
         build(FIELDS, runtime="slurm")
     with pytest.raises(SpecError, match="did you mean `prompt`"):
         build(FIELDS | {"promt": {}})
+
+
+def test_a_spec_file_beside_the_dag_is_not_where_airflow_runs(build, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SpecError, match=r"write Path\(__file__\).parent / 'tickets.yaml'"):
+        build("tickets.yaml")
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md", "docs/airflow.md", "docs/kubernetes.md"])
+def test_examples_run_as_printed(page, tmp_path, monkeypatch):
+    monkeypatch.chdir("/")
+    for name in ("tickets.yaml", "job.yaml", "my.yaml"):
+        (tmp_path / name).write_text(yaml.safe_dump(FIELDS))
+    fences = re.findall(r"^( *)```python\n(.*?)^ *```$", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
+    examples = [textwrap.dedent(code).replace("/opt/jobs", str(tmp_path)) for _, code in fences]
+    dags = [code for code in examples if "dag = batch_inference(" in code]
+    assert dags
+    for code in dags:
+        exec(code, {"__file__": str(tmp_path / "dag.py")})
+
+
+def test_pods_need_an_image(build):
+    """Kubernetes refuses a pod without one only when split has read all input."""
+    from airflow.sdk import DAG
+
+    with pytest.raises(ValueError, match="the pods have no image"):
+        build(FIELDS, runtime="kubernetes")
+    build(FIELDS, runtime="kubernetes", infer_arguments={"image": "worker"})
+    build(FIELDS, runtime="kubernetes", infer_arguments={"pod_template_file": "/pod.yaml"})
+    build(FIELDS, runtime="kubernetes", default_args={"image": "worker"})
+    with DAG("mine", default_args={"image": "worker"}):
+        build(FIELDS, runtime="kubernetes", group_id="llm")
 
 
 def test_conf_keys_are_checked():
