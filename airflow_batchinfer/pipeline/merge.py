@@ -32,7 +32,7 @@ from airflow_batchinfer.pipeline.letters_of_run import ReplayNote, overlaid, rep
 from airflow_batchinfer.pipeline.published import remember_published
 from airflow_batchinfer.pipeline.scratch import scratch_folder
 from airflow_batchinfer.pipeline.split import load_plan
-from airflow_batchinfer.pipeline.standing import resolved_rows, standing_of
+from airflow_batchinfer.pipeline.standing import planned_otherwise, resolved_rows, standing_of
 from airflow_batchinfer.pipeline.tables import Publication, dataset_of, open_table, publish
 from airflow_batchinfer.run.document import Document, Timestamp
 from airflow_batchinfer.run.layout import DEAD_LETTERS, RunLayout, results_table
@@ -66,8 +66,8 @@ def merge(store: Store, folder: str) -> MergeResult:
     """Publish the run and write `merge.json`.
 
     Raises:
-        StaleLedgerError: no complete ledger of this plan, a shard's chosen commit is not the one it names, or
-            validation has not seen it and takes rows out.
+        StaleLedgerError: no complete ledger of this plan, a shard's chosen commit is not the one it names,
+            validation has not seen it and takes rows out, or the run was planned anew and published since.
         GateError: validation holds the results back.
         CorruptError: a file is damaged, or the rows do not add up to the account; nothing is published.
         StoreError: a table or file cannot be written.
@@ -143,7 +143,11 @@ class _Merge:
         )
 
     def _check_home(self) -> None:
-        """A replay repairs what is published, and published from the ledger that is there."""
+        """A replay repairs what is published, and published from the plan and the ledger that are there."""
+        if self._plan.replay_of and self._plan.replay_of.created_at != self._home.created_at:
+            raise StaleLedgerError(
+                f"{self._home.folder} has another plan than when this replay was planned: plan a new replay"
+            )
         try:
             merged = MergeResult.read(self._store, RunLayout(self._home.folder).merge)
         except FileNotFoundError as error:
@@ -190,17 +194,29 @@ class _Merge:
 
     def _own_part(self, table: DeltaTable) -> dict[str, str]:
         """What of the run is replaced: what this very run merged; all of it after a restart."""
-        if self._is_other_generation(table):
-            return {}
-        return {"merged_by": self._plan.run_id}
+        return {} if self._replaces_all(table) else {"merged_by": self._plan.run_id}
 
-    def _is_other_generation(self, table: DeltaTable) -> bool:
-        where = (ds.field("run_id") == self._home.run_id) & (ds.field("generation") != self._home.generation)
-        return int(dataset_of(self._store, self._results_key, table).count_rows(filter=where)) > 0
+    def _replaces_all(self, table: DeltaTable) -> bool:
+        """Whether the table has the run's rows by an older plan, of which nothing may stay.
+
+        Raises:
+            StaleLedgerError: it has them by a newer plan, or by another one than this replay repairs.
+        """
+        dataset = dataset_of(self._store, self._results_key, table)
+        other = planned_otherwise(self._store, self._home, dataset)
+        if other is None:
+            return False
+        if self._plan.replay_of or other > datetime.fromisoformat(self._home.created_at):
+            raise StaleLedgerError(
+                f"run {self._home.run_id!r} is published by another plan, made {other.isoformat()}, and "
+                f"merging {self._plan.folder} would undo that: nothing was published; "
+                + ("plan a new replay" if self._plan.replay_of else "start a new run if you want it anew")
+            )
+        return True
 
     def _resolved(self, table: DeltaTable) -> npt.NDArray[np.int64]:
         """Rows of the run that replays, but this one, have put into the results."""
-        if self._is_other_generation(table):
+        if self._replaces_all(table):
             return np.empty(0, np.int64)
         dataset = dataset_of(self._store, self._results_key, table)
         return resolved_rows(dataset, self._home.run_id, but_by=self._plan.run_id)

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from airflow_batchinfer.errors import InputError, PlanChangedError, SpecError
+from airflow_batchinfer.errors import InputError, PlanChangedError, SpecError, StaleLedgerError
 from airflow_batchinfer.pipeline.accounting import answered_of_run, current_account
 from airflow_batchinfer.pipeline.answered import AnsweredBatch
 from airflow_batchinfer.pipeline.freeze import freeze, storable
@@ -31,7 +31,7 @@ from airflow_batchinfer.pipeline.split import (
     newest_plan,
     write_plan,
 )
-from airflow_batchinfer.pipeline.standing import resolved_rows
+from airflow_batchinfer.pipeline.standing import planned_otherwise, resolved_rows
 from airflow_batchinfer.pipeline.tables import check_table_types, dataset_of, open_table
 from airflow_batchinfer.run.epoch import new_epoch
 from airflow_batchinfer.run.layout import RunLayout, results_table, run_dir
@@ -82,7 +82,7 @@ def prepare_replay(
     Raises:
         SpecError: an override that cannot be, or an unknown reason.
         PlanChangedError: the run id has a plan for other letters or another job.
-        StaleLedgerError: the run is not complete.
+        StaleLedgerError: the run is not complete, or is published by another plan.
         InputError: the new template reads a column that the run did not freeze.
     """
     home = load_plan(store, folder)
@@ -222,7 +222,14 @@ def _resolved(store: Store, home: Plan) -> npt.NDArray[np.int64]:
     table = open_table(store, key)
     if table is None:
         return np.empty(0, np.int64)
-    return resolved_rows(dataset_of(store, key, table), home.run_id, but_by=home.run_id)
+    dataset = dataset_of(store, key, table)
+    other = planned_otherwise(store, home, dataset)
+    if other is not None:
+        raise StaleLedgerError(
+            f"run {home.run_id!r} is published by another plan, made {other.isoformat()}, not by "
+            f"{home.folder}: replay the run's newest generation"
+        )
+    return resolved_rows(dataset, home.run_id, but_by=home.run_id)
 
 
 def _overridden(spec: JobSpec, overrides: Mapping[str, Any]) -> JobSpec:

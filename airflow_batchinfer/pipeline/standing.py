@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from datetime import datetime
+
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 import pyarrow.dataset as ds
 from pydantic import Field
 
 from airflow_batchinfer.errors import CorruptError
 from airflow_batchinfer.pipeline.accounting import account_of
 from airflow_batchinfer.pipeline.dead_letters import Status
+from airflow_batchinfer.pipeline.split import newest_plan
 from airflow_batchinfer.pipeline.tables import dataset_of, open_table
 from airflow_batchinfer.run.document import Document
 from airflow_batchinfer.run.layout import DEAD_LETTERS, RunLayout, results_table
@@ -65,6 +69,29 @@ def standing_of(store: Store, plan: Plan) -> Standing:
             f"{expected}: clear merge"
         )
     return standing
+
+
+def planned_otherwise(store: Store, plan: Plan, dataset: ds.Dataset) -> datetime | None:
+    """When the other plan was made by which a run is published; none if it is not, or by this plan.
+
+    Args:
+        store: the run's.
+        plan: one generation's. Each generation has a plan of its own, and so has a run whose folder was
+            deleted and which was split again.
+        dataset: the results table.
+    """
+    created = datetime.fromisoformat(plan.created_at)
+    other = ds.field("run_created_at") != pa.scalar(created, pa.timestamp("us", "UTC"))
+    rows = dataset.head(1, columns=["run_created_at"], filter=(ds.field("run_id") == plan.run_id) & other)
+    if rows.num_rows:
+        found: datetime = rows["run_created_at"][0].as_py()
+        return found
+    # A generation whose rows are all dead has none in the table.
+    newest = newest_plan(store, plan.job, plan.run_id)
+    if newest is None or newest.generation <= plan.generation:
+        return None
+    published = store.exists(RunLayout(newest.folder).merge)
+    return datetime.fromisoformat(newest.created_at) if published else None
 
 
 def resolved_rows(dataset: ds.Dataset, run_id: str, *, but_by: str) -> npt.NDArray[np.int64]:

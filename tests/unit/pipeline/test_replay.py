@@ -197,3 +197,41 @@ def test_replay_waits_for_its_home_to_be_published(tmp_path: Path, store: Store)
     reconcile(store, home.folder)
     with pytest.raises(StaleLedgerError, match="not published yet"):
         publish_run(store, prepare_replay(store, home.folder, "again"))
+
+
+@pytest.mark.parametrize("all_dead", [False, True], ids=["some rows", "no row"])
+def test_a_replay_leaves_a_restarted_run_alone(
+    tmp_path: Path, store: Store, home: Plan, all_dead: bool
+) -> None:
+    """The run that it repairs was begun anew since, and is published from that new plan."""
+    replay = prepare_replay(store, home.folder, "again")
+    publish_run(store, replay)
+    spec = {"input": home.spec.input, "sharding": {"max_rows": 30}, "on_changed_spec": "restart"}
+    second = split(store, job(tmp_path, **spec, prompt={"template": "New: {{ text }}"}), "home")
+    assert second.generation == 2
+    publish_run(store, second, dead=lambda i: Reason.TIMED_OUT if all_dead or i < 5 else None)
+    before = (table_rows(store, "job/results"), table_rows(store, "dead_letters"))
+    assert len(before[0]) == (0 if all_dead else ROWS - 10)
+    for plan in (replay, home):  # as when their merge tasks are cleared
+        store.delete(RunLayout(plan.folder).merge)
+        with pytest.raises(StaleLedgerError, match="published by another plan"):
+            merge(store, plan.folder)
+        assert (table_rows(store, "job/results"), table_rows(store, "dead_letters")) == before
+    with pytest.raises(StaleLedgerError, match="replay the run's newest generation"):
+        prepare_replay(store, home.folder, "late")
+
+
+def test_a_run_planned_anew_keeps_nothing_of_its_old_plan(tmp_path: Path, store: Store, home: Plan) -> None:
+    """Its folder is deleted and its split cleared: the new rows have nothing to do with the old replay's."""
+    old = prepare_replay(store, home.folder, "again")
+    publish_run(store, old)
+    for info in list(store.list(home.folder)):
+        store.delete(info.key)
+    write_input(tmp_path, [{"id": f"new{i}", "text": f"new text {i}", "who": ""} for i in range(ROWS)])
+    publish_run(store, split(store, home.spec, "home"))
+    found = table_rows(store, "job/results")
+    assert [r["custom_id"] for r in found] == [f"new{i}" for i in range(ROWS)]
+    store.delete(RunLayout(old.folder).merge)
+    with pytest.raises(StaleLedgerError, match="has another plan than when this replay was planned"):
+        merge(store, old.folder)
+    assert table_rows(store, "job/results") == found
