@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -17,7 +19,7 @@ from airflow_batchinfer.pipeline.answers import positions
 from airflow_batchinfer.pipeline.quarantine import take_out
 from airflow_batchinfer.run.commit import Commit
 from airflow_batchinfer.run.parquet import open_parquet
-from airflow_batchinfer.run.plan import PlannedShard
+from airflow_batchinfer.run.plan import Plan, PlannedShard
 from airflow_batchinfer.run.shard import CARRY, COPIES, CUSTOM_ID, INPUT, PART_SCHEMA, ROW_ID, TRACKED_FIELDS
 from airflow_batchinfer.store import Store
 
@@ -74,6 +76,13 @@ def answered_rows(
     for copies in _batches(store, shard.copies_key):
         of = copies.column("copy_of")
         yield _beside(store, shard, copies, sent.of(of), of, answers, carried)
+
+
+def planned_row_ids(store: Store, plan: Plan) -> npt.NDArray[np.int64]:
+    """Row ids of all the plan's shards, copies included: for replays, since all are held."""
+    keys = [key for shard in plan.shards for key in (shard.rows_key, shard.copies_key) if key]
+    batches = (batch for key in keys for batch in _batches(store, key, [ROW_ID]))
+    return np.concatenate([np.empty(0, np.int64), *(b.column(ROW_ID).to_numpy() for b in batches)])
 
 
 class _Inputs:

@@ -25,14 +25,14 @@ from pydantic import Field
 from airflow_batchinfer.errors import CorruptError, GateError, StaleLedgerError
 from airflow_batchinfer.pipeline import dead_letters, results
 from airflow_batchinfer.pipeline.accounting import Account, answered_of_run, current_account, verdict_on
-from airflow_batchinfer.pipeline.answered import AnsweredBatch
+from airflow_batchinfer.pipeline.answered import AnsweredBatch, planned_row_ids
 from airflow_batchinfer.pipeline.export import OrderedRows, write_exports
 from airflow_batchinfer.pipeline.kept_rows import kept_results
 from airflow_batchinfer.pipeline.letters_of_run import ReplayNote, overlaid, replays_of, run_letters
 from airflow_batchinfer.pipeline.published import remember_published
 from airflow_batchinfer.pipeline.scratch import scratch_folder
 from airflow_batchinfer.pipeline.split import load_plan
-from airflow_batchinfer.pipeline.standing import planned_otherwise, resolved_rows, standing_of
+from airflow_batchinfer.pipeline.standing import merged_rows, planned_otherwise, standing_of
 from airflow_batchinfer.pipeline.tables import Publication, dataset_of, open_table, publish
 from airflow_batchinfer.run.document import Document, Timestamp
 from airflow_batchinfer.run.layout import DEAD_LETTERS, RunLayout, results_table
@@ -167,7 +167,7 @@ class _Merge:
 
     def _results(self) -> Publication:
         def batches(table: DeltaTable) -> Iterator[pa.RecordBatch]:
-            elsewhere = self._resolved(table)
+            elsewhere = self._standing_elsewhere(table)
             dataset = dataset_of(self._store, self._results_key, table)
             return chain(self._fresh(elsewhere), self._kept(dataset, exact=False))
 
@@ -180,7 +180,7 @@ class _Merge:
         )
 
     def _fresh(self, elsewhere: npt.NDArray[np.int64]) -> Iterator[pa.RecordBatch]:
-        """Results that this run answered; another replay may have published some rows already."""
+        """Results that this run answered, but for rows whose result another run has published."""
         for batch in self._counted():
             rows = self._columns.rows(batch, exact=False)
             if rows is not None and len(elsewhere):
@@ -214,12 +214,16 @@ class _Merge:
             )
         return True
 
-    def _resolved(self, table: DeltaTable) -> npt.NDArray[np.int64]:
-        """Rows of the run that replays, but this one, have put into the results."""
+    def _standing_elsewhere(self, table: DeltaTable) -> npt.NDArray[np.int64]:
+        """Rows of the run that replays, but this one, have put into the results.
+
+        To a replay, those count as well that the run itself put there since the replay was planned.
+        """
         if self._replaces_all(table):
             return np.empty(0, np.int64)
         dataset = dataset_of(self._store, self._results_key, table)
-        return resolved_rows(dataset, self._home.run_id, but_by=self._plan.run_id)
+        among = planned_row_ids(self._store, self._plan) if self._plan.replay_of else None
+        return merged_rows(dataset, self._home.run_id, but_by=[self._plan.run_id], among=among)
 
     def _letters(self) -> Publication:
         def batches(_: DeltaTable) -> Iterator[pa.RecordBatch]:
@@ -228,7 +232,7 @@ class _Merge:
             resolved = np.empty(0, np.int64)
             if table is not None:
                 dataset = dataset_of(self._store, self._results_key, table)
-                resolved = resolved_rows(dataset, self._home.run_id, but_by=self._home.run_id)
+                resolved = merged_rows(dataset, self._home.run_id, but_by=[self._home.run_id])
             plans = [load_plan(self._store, note.folder) for note in notes]
             return overlaid(
                 _dead_letters(self._store, self._home),

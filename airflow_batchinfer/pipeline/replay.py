@@ -31,7 +31,7 @@ from airflow_batchinfer.pipeline.split import (
     newest_plan,
     write_plan,
 )
-from airflow_batchinfer.pipeline.standing import planned_otherwise, resolved_rows
+from airflow_batchinfer.pipeline.standing import merged_rows, planned_otherwise
 from airflow_batchinfer.pipeline.tables import check_table_types, dataset_of, open_table
 from airflow_batchinfer.run.epoch import new_epoch
 from airflow_batchinfer.run.layout import RunLayout, results_table, run_dir
@@ -112,7 +112,7 @@ def prepare_replay(
     check_writable(store, layout, epoch)
     check_table_types(store, results_table(spec.name), OutputColumns(spec).fields)
     with scratch_folder("replay") as scratch:
-        reader = LetterReader(store, home, of.reasons, scratch)
+        reader = LetterReader(store, home, run_id, of.reasons, scratch)
         frozen = freeze(store, spec, layout, epoch, reader, scratch)
     nothing_left = [] if frozen.shards else [f"run {home.run_id!r} has no dead letter left to replay"]
     return write_plan(store, spec, run_id, generation, epoch, frozen, replay_of=of, warnings=nothing_left)
@@ -144,15 +144,18 @@ class LetterReader:
     row_ids: npt.NDArray[np.int64] | None
     tracked: bool
 
-    def __init__(self, store: Store, home: Plan, reasons: Sequence[str], scratch: Path) -> None:
-        """Collect the rows into a file in `scratch`. Raises `StaleLedgerError`, `CorruptError`."""
+    def __init__(self, store: Store, home: Plan, run_id: str, reasons: Sequence[str], scratch: Path) -> None:
+        """Collect the rows that the replay `run_id` sends into a file in `scratch`.
+
+        Raises `StaleLedgerError`, `CorruptError`.
+        """
         self.warnings = []
         self.tracked = home.spec.incremental
         self._home = home
         self._path = scratch / "letters.parquet"
         self._carried = carried_schema(home)
         self.schema = pa.schema([])
-        done = _resolved(store, home)
+        done = _resolved(store, home, run_id)
         account = current_account(store, home)
         ids: list[pa.Array] = []
         writer: pq.ParquetWriter | None = None
@@ -217,7 +220,9 @@ def _wanted(batch: AnsweredBatch, reasons: Sequence[str], done: npt.NDArray[np.i
     return pc.and_(mask, pa.array(~np.isin(batch.row_ids.to_numpy(), done)))
 
 
-def _resolved(store: Store, home: Plan) -> npt.NDArray[np.int64]:
+def _resolved(store: Store, home: Plan, run_id: str) -> npt.NDArray[np.int64]:
+    """Rows that replays have resolved, but for an earlier generation of the replay `run_id`: a restarted one
+    takes the place of all that."""
     key = results_table(home.job)
     table = open_table(store, key)
     if table is None:
@@ -229,7 +234,7 @@ def _resolved(store: Store, home: Plan) -> npt.NDArray[np.int64]:
             f"run {home.run_id!r} is published by another plan, made {other.isoformat()}, not by "
             f"{home.folder}: replay the run's newest generation"
         )
-    return resolved_rows(dataset, home.run_id, but_by=home.run_id)
+    return merged_rows(dataset, home.run_id, but_by=[home.run_id, run_id])
 
 
 def _overridden(spec: JobSpec, overrides: Mapping[str, Any]) -> JobSpec:

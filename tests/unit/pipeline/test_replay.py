@@ -19,7 +19,16 @@ from airflow_batchinfer.run.layout import RunLayout
 from airflow_batchinfer.run.outcome import Reason
 from airflow_batchinfer.run.plan import Plan
 from airflow_batchinfer.store import Store
-from tests.unit.pipeline.runs import commit_run, frozen_rows, job, publish_run, table_rows, write_input
+from tests.unit.pipeline.runs import (
+    commit_run,
+    commit_shard,
+    frozen_copies,
+    frozen_rows,
+    job,
+    publish_run,
+    table_rows,
+    write_input,
+)
 
 pytestmark = pytest.mark.airflow_env
 
@@ -164,6 +173,19 @@ def test_same_run_id_gives_the_same_plan(store: Store, home: Plan) -> None:
         )
 
 
+def test_a_restarted_replay_loses_nothing_that_it_resolved_before(tmp_path: Path, store: Store) -> None:
+    write_input(tmp_path, [{"text": f"text {i}"} for i in range(20)])
+    home = split(store, job(tmp_path, on_changed_spec="restart"), "home")
+    publish_run(store, home, dead=lambda i: Reason.OVER_LONG if i < 4 else None)
+    first = prepare_replay(store, home.folder, "again")
+    publish_run(store, first, dead=lambda i: Reason.TIMED_OUT if i == 0 else None)
+    second = prepare_replay(store, home.folder, "again", overrides={"sampling": {"max_tokens": 3}})
+    assert (first.generation, second.generation) == (1, 2)
+    publish_run(store, second)
+    assert [r["row_id"] for r in table_rows(store, "job/results")] == list(range(20))
+    assert standing_of(store, home).resolved == 4
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
@@ -197,6 +219,34 @@ def test_replay_waits_for_its_home_to_be_published(tmp_path: Path, store: Store)
     reconcile(store, home.folder)
     with pytest.raises(StaleLedgerError, match="not published yet"):
         publish_run(store, prepare_replay(store, home.folder, "again"))
+
+
+@pytest.mark.parametrize("replayed_first", [False, True], ids=["run first", "replay first"])
+def test_a_row_that_the_run_and_a_replay_mend_stands_once(
+    store: Store, home: Plan, replayed_first: bool
+) -> None:
+    replay = prepare_replay(store, home.folder, "again")
+    if replayed_first:
+        publish_run(store, replay, dead=lambda i: Reason.TIMED_OUT if i == 90 else None)
+    layout, first = RunLayout(home.folder), home.shards[0]
+    frozen = [*frozen_rows(store, home), *frozen_copies(store, home)]
+    mended = {r["row_id"] for r in frozen if r["shard"] == 0} & dead_rows()
+    assert mended
+    for info in list(store.list(layout.shard(0))):  # its commit is lost, and its rows run again
+        if info.key not in (first.rows_key, first.copies_key):
+            store.delete(info.key)
+    commit_shard(store, home, first)
+    reconcile(store, home.folder)
+    merge(store, home.folder)
+    if not replayed_first:
+        publish_run(store, replay, dead=lambda i: Reason.TIMED_OUT if i == 90 else None)
+    results = table_rows(store, "job/results", run_id="home")
+    dead = {r["row_id"] for r in table_rows(store, "dead_letters") if r["status"] != "resolved"}
+    assert sorted([*(r["row_id"] for r in results), *dead]) == list(range(ROWS))
+    assert dead == {90} - mended
+    by_replay = {r["row_id"] for r in results if r["merged_by"] == "again"}
+    assert by_replay == dead_rows() - {90} - (set() if replayed_first else mended)
+    assert standing_of(store, home).dead == len(dead)
 
 
 @pytest.mark.parametrize("all_dead", [False, True], ids=["some rows", "no row"])
