@@ -137,6 +137,15 @@ def check_result_columns(spec: JobSpec) -> None:
         seen[name.lower()] = name
 
 
+def published_fields(spec: JobSpec, read: pa.Schema) -> list[pa.Field]:
+    """The results table's carried and output columns for an input of this schema, with Delta's types.
+
+    A carried column that the input lacks is left out.
+    """
+    carried = [f.with_name(spec.output.carry_prefix + f.name) for f in read if f.name in spec.carried]
+    return [f.with_type(delta_type(f.type)) for f in [*carried, *OutputColumns(spec).fields]]
+
+
 def newest_published(store: Store, job: str, *, other_than: str | None = None) -> PublishedRows | None:
     """The newest run in a job's results table, by when it was planned, but `other_than`; or none.
 

@@ -203,7 +203,8 @@ def _check_types(table: DeltaTable, fields: Iterable[pa.Field], uri: str) -> Non
         if not _same(kind, field.type):
             raise StoreError(
                 f"{uri}: column `{field.name}` of the table is {kind}, and this run's is {field.type}: "
-                "choose another `output.column` or `output.carry_prefix`, or another job name"
+                "give it the table's type, or choose another `output.column` or `output.carry_prefix`, or "
+                "another job name"
             )
 
 

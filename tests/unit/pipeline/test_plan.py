@@ -180,6 +180,20 @@ def test_table_with_another_output_type_is_found_before_spending(tmp_path: Path,
         split(store, job(tmp_path, task={"type": "embed"}), "two")
 
 
+def test_table_with_another_type_of_a_carried_column_is_found_before_spending(
+    tmp_path: Path, store: Store
+) -> None:
+    given = {"path": str(tmp_path / "in"), "carry": ["score"]}
+    spec = job(tmp_path, input=given, output={"carry_prefix": "in_"})
+    write_input(tmp_path, [{"text": "a", "score": 1}])
+    publish_run(store, split(store, spec, "one"))
+    write_input(tmp_path, [{"text": "a", "score": 1.5}])
+    with pytest.raises(StoreError, match=r"column `in_score` of the table is int64, and this run's is d"):
+        split(store, spec, "two")
+    write_input(tmp_path, [{"text": "a", "score": 2}])
+    split(store, spec, "two")
+
+
 def test_plan_is_written_last(tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     from airflow_batchinfer.pipeline import freeze
 
