@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from airflow_batchinfer.errors import SpecError
@@ -77,6 +78,16 @@ def test_nothing_changed_sends_nothing(tmp_path: Path, store: Store) -> None:
     plan = night(tmp_path, store, "two", first_night())
     assert (plan.rows, plan.shards, plan.changes) == (0, [], {"unchanged": 60})
     assert {r["output"][:3] for r in results(store, "two").values()} == {"one"}
+
+
+@pytest.mark.parametrize("kind", [pa.int32(), pa.uint64(), pa.decimal128(20, 0), pa.large_string()])
+def test_ids_of_every_type_are_known_again(tmp_path: Path, store: Store, kind: pa.DataType) -> None:
+    rows = pa.table({"id": pa.array(["1", "20"]).cast(kind), "text": ["a", "b"], "who": ["x", "y"]})
+    for name in ("one", "two"):
+        write_input(tmp_path, rows)
+        plan = split(store, spec(tmp_path), name)
+        publish_run(store, plan)
+    assert plan.changes == {"unchanged": 2}
 
 
 def test_changed_template_runs_everything_and_says_so_first(tmp_path: Path, store: Store) -> None:
