@@ -81,7 +81,7 @@ def open_input(spec: InputSpec, scratch: Path) -> Reader:
 
     Args:
         spec: the spec's `input`.
-        scratch: a folder for local copies of remote text files.
+        scratch: a folder for links to text files, and copies of remote ones.
 
     Raises:
         InputError: see `find_input` and the readers.
@@ -293,7 +293,7 @@ class JsonlReader(_Files):
 
     def __init__(self, found: list[FoundFile], spec: InputSpec, scratch: Path) -> None:
         super().__init__(found, spec)
-        self._paths = [_local_copy(f, scratch) for f in found]
+        self._paths = [_local_file(f, scratch / f"input-{i:06d}") for i, f in enumerate(found)]
         with self._connect() as connection:
             self._types = self._structure(connection)
             self.schema = self._arrow_schema(connection)
@@ -530,11 +530,15 @@ def _path(name: str) -> str:
     return '$."' + name.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
-def _local_copy(found: FoundFile, scratch: Path) -> Path:
-    """The file on local disk: itself, or a copy of a remote one."""
+def _local_file(found: FoundFile, target: Path) -> Path:
+    """The file as `target` on local disk: a link, or a copy of a remote one.
+
+    DuckDB takes `*`, `?` and `[` in a path for a pattern, and the file's own name may hold them.
+    """
+    target.unlink(missing_ok=True)
     if "://" not in found.identity.uri:
-        return Path(found.identity.uri)
-    target = scratch / f"input-{abs(hash(found.identity.uri)):016x}"
+        target.symlink_to(found.identity.uri)
+        return target
     filesystem, root = found.store.filesystem()
     with (
         filesystem.open_input_stream(f"{root}/{found.key}", compression=None) as source,

@@ -76,6 +76,16 @@ def test_text_formats_also_compressed(tmp_path: Path, store: Store, name: str) -
     assert texts_by_id(store, plan) == [r["text"] for r in ROWS]
 
 
+def test_jsonl_names_are_no_patterns(tmp_path: Path, store: Store) -> None:
+    names = ["data1.jsonl", "data?.jsonl", "data[1].jsonl", "sub*/back\\slash[1].jsonl", "sub2/x.jsonl"]
+    for name in names:
+        path = tmp_path / "in" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"text": name}) + "\n")
+    plan = split(store, job(tmp_path), "r")
+    assert sorted(texts_by_id(store, plan)) == sorted(names)
+
+
 def test_jsonl_keeps_text_numbers_and_nested_values(tmp_path: Path, store: Store) -> None:
     path = tmp_path / "in" / "a.jsonl"
     path.parent.mkdir()
@@ -141,6 +151,15 @@ def test_nanoseconds_apart_are_no_copies(tmp_path: Path, store: Store) -> None:
     write_input(tmp_path, pa.table({"text": pa.array([1, 2, 1], pa.timestamp("ns"))}))
     plan = split(store, job(tmp_path), "r")
     assert plan.shards[0].sent == 2
+
+
+@pytest.mark.parametrize(
+    "kind", [pa.timestamp("us"), pa.date32(), pa.decimal128(10, 2), pa.float64(), pa.binary()]
+)
+def test_an_id_that_is_neither_text_nor_a_whole_number(tmp_path: Path, kind: pa.DataType) -> None:
+    write_input(tmp_path, pa.table({"id": pa.nulls(1, kind), "text": ["a"]}))
+    given = {"path": str(tmp_path / "in"), "id_column": "id"}
+    fails(tmp_path, f"input.id_column: `id` is {kind}", "write it as text", input=given)
 
 
 def test_missing_file_names_its_neighbour(tmp_path: Path) -> None:
