@@ -80,6 +80,16 @@ def test_each_limit(root: Path, gate: dict[str, Any], answer: dict[str, Any], fa
     assert fault in str(raised.value)
 
 
+def test_copies_do_not_hide_that_all_answers_are_one(root: Path) -> None:
+    job = make_spec(root, pilot={"rows": 10}, gate={"max_identical_fraction": 0.9})
+    copies = dict.fromkeys(range(4, 10), 0)
+    run = make_run(
+        root, tickets(50), lambda _: {"output": "bug"}, spec=job, shards=5, pilot=True, copies_of=copies
+    )
+    with pytest.raises(GateError, match=r"sent rows with the most frequent output: 100\.0% \(4 of 4;"):
+        judge_pilot(run.store, run.folder)
+
+
 def test_refusals_are_recognised(root: Path) -> None:
     run = piloted(
         root,
