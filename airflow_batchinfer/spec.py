@@ -28,6 +28,7 @@ from pydantic import (
 from pydantic_core import PydanticSerializationError, to_jsonable_python
 
 from airflow_batchinfer.errors import SpecError
+from airflow_batchinfer.run.outcome import Reason
 from airflow_batchinfer.store.options import S3Options
 
 MAX_MAPPED_TASKS = 1024
@@ -432,8 +433,12 @@ class FailureSpec(_Strict):
     max_dead_fraction: float = Field(
         0.05, ge=0.0, le=1.0, description="Most dead letters, as a fraction of the input rows."
     )
-    max_dead_by_reason: dict[str, float] = Field(
-        default_factory=dict, description="The same for single reasons, e.g. `over_long: 0.01`."
+    max_dead_by_reason: dict[Reason, Annotated[float, Field(ge=0.0, le=1.0)]] = Field(
+        default_factory=dict,
+        description=(
+            "The same for single reasons, e.g. `over_long: 0.01`. Reasons are "
+            f"{', '.join(f'`{reason}`' for reason in Reason)}."
+        ),
     )
 
 
@@ -489,6 +494,15 @@ class LineSpec(_Strict):
         None, ge=0.0, le=1.0, description="Most rows with one and the same output."
     )
 
+    @model_validator(mode="after")
+    def _judges_at_all(self) -> Self:
+        if self.min_rows > self.window:
+            raise ValueError(
+                f"`min_rows` ({self.min_rows}) is more than `window` ({self.window}) holds: nothing would be "
+                "judged"
+            )
+        return self
+
 
 class PilotSpec(_Strict):
     """A sample that runs before the fleet, as shard 0: its results count and are not paid again."""
@@ -504,7 +518,7 @@ class PilotSpec(_Strict):
 class GateSpec(_Strict):
     """What the pilot must show before the fleet may start, and the judge before results are published.
 
-    A limit left out is not checked.
+    A limit left out is not checked. All but `min_judge_pass` need a `pilot`.
     """
 
     max_dead_fraction: float | None = Field(
@@ -578,6 +592,12 @@ class JudgeSpec(_Strict):
         return self
 
 
+_LIMITS_ON_TEXT = (
+    *("gate.max_empty_fraction", "gate.max_length_fraction", "gate.max_identical_fraction"),
+    *("line.max_empty", "line.max_length", "line.max_identical"),
+)
+
+
 class CostSpec(_Strict):
     """Prices, to turn held time and tokens into money. A price left out counts as nothing."""
 
@@ -588,6 +608,11 @@ class CostSpec(_Strict):
     )
     per_million_cached_tokens: float = Field(0.0, ge=0.0, description="Prompt tokens served from a cache.")
     per_million_output_tokens: float = Field(0.0, ge=0.0, description="Tokens of answers.")
+
+    @property
+    def free(self) -> bool:
+        """Whether there is no price at all."""
+        return self == CostSpec(currency=self.currency)
 
 
 class DriftSpec(_Strict):
@@ -711,16 +736,31 @@ class JobSpec(_Strict):
             self.input.truth and isinstance(self.task, ChoiceTask)
         ):
             raise ValueError("`gate.min_accuracy` needs `input.truth` and `task.type: choice`")
-        if self.gate.max_cost is not None and self.cost is None:
-            raise ValueError("`gate.max_cost` needs `cost`, the prices")
-        if self.gate.approval == "required" and self.pilot is None:
-            raise ValueError("`gate.approval: required` needs `pilot`, or there is nothing to approve")
-        if self.gate.min_judge_pass is not None and self.judge is None:
-            raise ValueError("`gate.min_judge_pass` needs `judge`")
         if self.judge is not None and isinstance(self.task, EmbedTask):
             raise ValueError("`judge` is not for `task.type: embed`: it reads answers")
         if isinstance(self.task, EmbedTask) and self.overlong.policy == "split":
             raise ValueError("`overlong.policy: split` is not for `task.type: embed`")
+        return self
+
+    @model_validator(mode="after")
+    def _limits_can_be_broken(self) -> Self:
+        """A limit that nothing measures would pass for one that holds."""
+        for name, limit in self.gate:
+            unset = (None, GateSpec.model_fields[name].default)
+            if self.pilot is None and name != "min_judge_pass" and limit not in unset:
+                raise ValueError(f"`gate.{name}` needs `pilot`, the sample that it judges")
+        if self.gate.min_judge_pass is not None and self.judge is None:
+            raise ValueError("`gate.min_judge_pass` needs `judge`")
+        if self.gate.max_cost is not None and (self.cost is None or self.cost.free):
+            raise ValueError("`gate.max_cost` needs `cost`, the prices")
+        if self.gate.max_refusal_fraction is not None and not isinstance(self.task, GenerateTask):
+            raise ValueError("`gate.max_refusal_fraction` is for `task.type: generate`")
+        if isinstance(self.task, EmbedTask):
+            limits = {f"gate.{name}": limit for name, limit in self.gate}
+            limits |= {f"line.{name}": limit for name, limit in self.line}
+            for path in _LIMITS_ON_TEXT:
+                if limits[path] is not None:
+                    raise ValueError(f"`{path}` is not for `task.type: embed`: it reads answers")
         return self
 
     @property
@@ -787,7 +827,7 @@ def _explain(error: ValidationError) -> str:
     """One line per fault, with a suggestion for a mistyped field name."""
     lines = []
     for fault in error.errors(include_url=False):
-        path = ".".join(str(p) for p in fault["loc"] if p not in _UNION_TAGS) or "spec"
+        path = ".".join(str(p) for p in fault["loc"] if p not in _NO_FIELDS) or "spec"
         message = fault["msg"].removeprefix("Value error, ")
         if fault["type"] == "extra_forbidden":
             allowed = _allowed_fields(fault["loc"][:-1])
@@ -811,7 +851,8 @@ def _shown(value: Any) -> str:
 
 
 _SHOWN_CHARACTERS = 200
-_UNION_TAGS = frozenset({"generate", "choice", "json", "regex", "embed"})
+_NO_FIELDS = frozenset({"generate", "choice", "json", "regex", "embed", "[key]"})
+"""What Pydantic puts into a fault's path besides fields: tags of unions, and a mark for a mapping's key."""
 
 
 def _allowed_fields(loc: tuple[int | str, ...]) -> list[str]:

@@ -242,7 +242,7 @@ def _overridden(spec: JobSpec, overrides: Mapping[str, Any]) -> JobSpec:
     for name in overrides:
         if name in FIXED_FIELDS:
             raise SpecError(f"{name}: a replay cannot change it, the run's rows and tables rest on it")
-    data = spec.dump() | {"pilot": None, "judge": None, "export": [], "incremental": False}
+    data = spec.dump() | {"pilot": None, "gate": {}, "judge": None, "export": [], "incremental": False}
     return JobSpec.parse(_merged(data, overrides))
 
 

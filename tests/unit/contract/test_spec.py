@@ -61,6 +61,19 @@ def _changed(path: str, value: Any) -> dict[str, Any]:
         ("output.column", "row_id", "is taken by the results table"),
         ("input.carry", ["finish_reason"], "collides with a column of the results table"),
         ("storage_options", {"aws_secret_access_key": "x"}, "credentials"),
+        (
+            "failure",
+            {"max_dead_by_reason": {"overlong": 0.1}},
+            "by_reason.overlong: Input should be",
+        ),
+        (
+            "failure",
+            {"max_dead_by_reason": {"over_long": 5}},
+            "by_reason.over_long: Input should be",
+        ),
+        ("gate", {"max_tokens": 5}, "`gate.max_tokens` needs `pilot`"),
+        ("gate", {"approval": "required"}, "`gate.approval` needs `pilot`"),
+        ("line", {"window": 50, "min_rows": 60}, "`min_rows` (60) is more than `window` (50)"),
     ],
 )
 def test_a_wrong_field_is_refused_with_its_path_and_what_is_allowed(
@@ -68,6 +81,28 @@ def test_a_wrong_field_is_refused_with_its_path_and_what_is_allowed(
 ) -> None:
     with pytest.raises(SpecError) as caught:
         JobSpec.parse(_changed(path, value))
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"gate": {"max_cost": 5}}, "`gate.max_cost` needs `cost`"),
+        ({"gate": {"max_cost": 5}, "cost": {"currency": "EUR"}}, "`gate.max_cost` needs `cost`"),
+        (
+            {"gate": {"max_refusal_fraction": 0.1}, "task": {"type": "regex", "pattern": "a"}},
+            "`gate.max_refusal_fraction` is for `task.type: generate`",
+        ),
+        (
+            {"gate": {"max_identical_fraction": 0.9}, "task": {"type": "embed"}},
+            "is not for `task.type: embed`",
+        ),
+        ({"line": {"max_empty": 0.9}, "task": {"type": "embed"}}, "`line.max_empty` is not for"),
+    ],
+)
+def test_a_limit_that_nothing_could_break_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        JobSpec.parse(LEAST | {"pilot": {}} | fields)
     assert message in str(caught.value)
 
 

@@ -203,6 +203,20 @@ def test_what_cannot_be_replayed(
         prepare_replay(store, home.folder, "again", **arguments)
 
 
+def test_limits_of_the_pilot_and_the_judge_do_not_bind_a_replay(tmp_path: Path, store: Store) -> None:
+    write_input(tmp_path, [{"text": f"text {i}"} for i in range(20)])
+    judge = {
+        "prompt": {"template": "{{ output }}"},
+        "task": {"type": "choice", "labels": ["good", "bad"]},
+        "passing": ["good"],
+    }
+    gate = {"max_tokens": 1, "approval": "required", "min_judge_pass": 0.5}
+    home = split(store, job(tmp_path, pilot={"rows": 2}, judge=judge, gate=gate), "home")
+    publish_run(store, home, dead=dead_at_first)
+    publish_run(store, prepare_replay(store, home.folder, "again"))
+    assert standing_of(store, home).dead == 0
+
+
 def test_replay_of_a_replay_or_of_an_open_run(tmp_path: Path, store: Store, home: Plan) -> None:
     replay = prepare_replay(store, home.folder, "again")
     with pytest.raises(SpecError, match="itself a replay"):
