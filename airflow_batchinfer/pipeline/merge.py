@@ -122,6 +122,8 @@ class _Merge:
         """See `merge`."""
         if self._plan.replay_of:
             self._check_home()
+        for replay in self._replays():
+            current_account(self._store, replay)  # its letters are needed once the results are published
         ledger, succeeded = self._account.ledger, self._account.succeeded
         results_version = publish(self._store, self._results_key, self._results())
         if self._plan.replay_of:
@@ -225,18 +227,26 @@ class _Merge:
         among = planned_row_ids(self._store, self._plan) if self._plan.replay_of else None
         return merged_rows(dataset, self._home.run_id, but_by=[self._plan.run_id], among=among)
 
+    def _replays(self) -> list[Plan]:
+        """Replays that were merged into the run, oldest first, without those whose folder is gone.
+
+        What such a one resolved is in the results, and what it left dead is as the run left it.
+        """
+        notes = replays_of(self._store, RunLayout(self._home.folder))
+        plans = [Plan.find(self._store, RunLayout(note.folder).plan) for note in notes]
+        return [plan for plan in plans if plan is not None]
+
     def _letters(self) -> Publication:
         def batches(_: DeltaTable) -> Iterator[pa.RecordBatch]:
-            notes = replays_of(self._store, RunLayout(self._home.folder))
-            table = open_table(self._store, self._results_key) if notes else None
+            replays = self._replays()
+            table = open_table(self._store, self._results_key)
             resolved = np.empty(0, np.int64)
             if table is not None:
                 dataset = dataset_of(self._store, self._results_key, table)
                 resolved = merged_rows(dataset, self._home.run_id, but_by=[self._home.run_id])
-            plans = [load_plan(self._store, note.folder) for note in notes]
             return overlaid(
                 _dead_letters(self._store, self._home),
-                [_dead_letters(self._store, plan) for plan in plans],
+                [_dead_letters(self._store, plan) for plan in replays],
                 resolved,
                 Path(tempfile.mkdtemp(dir=self._scratch)),
             )

@@ -235,6 +235,22 @@ def test_replay_waits_for_its_home_to_be_published(tmp_path: Path, store: Store)
         publish_run(store, prepare_replay(store, home.folder, "again"))
 
 
+def test_a_replay_that_runs_again_stops_the_next_before_it_publishes(store: Store, home: Plan) -> None:
+    first = prepare_replay(store, home.folder, "first", reasons=["over_long"])
+    publish_run(store, first)
+    second = prepare_replay(store, home.folder, "second")
+    commit_run(store, second)
+    reconcile(store, second.folder)
+    before = (table_rows(store, "job/results"), table_rows(store, "dead_letters"))
+    store.delete(RunLayout(first.folder).ledger)
+    with pytest.raises(StaleLedgerError, match="runs/first has no ledger: clear reconcile"):
+        merge(store, second.folder)
+    assert (table_rows(store, "job/results"), table_rows(store, "dead_letters")) == before
+    reconcile(store, first.folder)
+    merge(store, second.folder)
+    assert check_sums(store, home) == {"resolved": len(dead_rows())}
+
+
 @pytest.mark.parametrize("replayed_first", [False, True], ids=["run first", "replay first"])
 def test_a_row_that_the_run_and_a_replay_mend_stands_once(
     store: Store, home: Plan, replayed_first: bool
