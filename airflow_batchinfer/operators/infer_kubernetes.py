@@ -215,6 +215,12 @@ class BatchInferPodOperator(KubernetesPodOperator):
         if self._seen is not None and self._end_of(self._seen).fate != Fate.RUNNING:
             super().cleanup(pod, self._seen, *args, **kwargs)
 
+    def _write_logs(  # type: ignore[override]  # its retries stay with the base's
+        self, pod: k8s.V1Pod, follow: bool = False, since_time: Any = None
+    ) -> None:
+        """As KubernetesPodOperator, but a pod whose time is over is not followed to its end: it may hang."""
+        super()._write_logs(pod, follow=follow and not self._overdue, since_time=since_time)
+
     def _open_work(self) -> ShardWork:
         if self.store_conn_id is not None:
             from airflow_batchinfer.operators.store import use_connection

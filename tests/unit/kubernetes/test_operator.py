@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -75,7 +76,13 @@ class Task:
 
     def context(self, try_number: int = 1) -> Any:
         ti = SimpleNamespace(
-            dag_id="dag", task_id="infer", run_id="run", map_index=0, try_number=try_number, xcom_push=_ignore
+            dag_id="dag",
+            task_id="infer",
+            run_id="run",
+            map_index=0,
+            try_number=try_number,
+            start_date=datetime.now(UTC),
+            xcom_push=_ignore,
         )
         return {"ti": ti, "run_id": "run", "dag": SimpleNamespace(), "task_state_store": self.state}
 
@@ -420,6 +427,26 @@ def test_no_node_in_time(task: Callable[..., Task]) -> None:
         made.operator(schedule_timeout_seconds=1).execute(made.context())
 
     assert made.kube.cluster.list("default", lambda _: True) == []
+
+
+def test_execution_timeout_ends_a_deferred_pod(
+    task: Callable[..., Task], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from airflow.sdk.exceptions import TaskDeferred
+
+    from tests.kube.cluster import wait_until
+
+    made = task(model=SLOW | {"engine": {"delay_seconds": 5, "max_in_flight": 1}})
+    given = {"deferrable": True, "execution_timeout": timedelta(seconds=1)}
+    with pytest.raises(TaskDeferred) as deferred:
+        made.operator(**given).execute(made.context())
+
+    event = first_event(deferred.value.trigger, monkeypatch)
+    with pytest.raises(WorkerLostError, match=r"deadline: pod .*raise `execution_timeout`"):
+        made.operator(**given).trigger_reentry(made.context(), event)
+
+    wait_until(lambda: not made.kube.cluster.list("default", lambda _: True))
+    assert not made.committed(), "its log was not followed until it had ended"
 
 
 def test_a_bad_job_fails_with_the_workers_word(task: Callable[..., Task]) -> None:
