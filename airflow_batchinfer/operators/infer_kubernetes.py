@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import cached_property
@@ -19,7 +20,12 @@ from airflow_batchinfer.errors import BatchInferError, SpecError, WorkerLostErro
 from airflow_batchinfer.operators import pod_shape
 from airflow_batchinfer.operators.bundle import Bundle
 from airflow_batchinfer.operators.pod_fate import Fate, PodEnd, fate_of
-from airflow_batchinfer.operators.pod_patience import STUCK_SECONDS, PatientPodManager
+from airflow_batchinfer.operators.pod_patience import (
+    STUCK_SECONDS,
+    PatientPodManager,
+    is_outage,
+    outlast_outage,
+)
 from airflow_batchinfer.operators.pod_trigger import BatchInferPodTrigger
 from airflow_batchinfer.operators.retry import FailureRetryPolicy
 from airflow_batchinfer.operators.shard_work import ShardWork, worker_error
@@ -160,6 +166,9 @@ class BatchInferPodOperator(KubernetesPodOperator):
             if not self._environment:  # a fresh operator; not so if the pod ended before it was watched
                 self._fill_in(work)
             self._seen, self._overdue = None, event["status"] == "timeout"
+            self._read_pod(
+                event["name"], event["namespace"]
+            )  # KubernetesPodOperator's reading is not patient
             trouble = self._trouble_of(super().trigger_reentry, context, event)
             if not self._settle(context, work, event["name"], event["namespace"], trouble):
                 self._aim_anew(work)
@@ -189,7 +198,7 @@ class BatchInferPodOperator(KubernetesPodOperator):
     def get_or_create_pod(self, pod_request_obj: k8s.V1Pod, context: Context) -> k8s.V1Pod:
         """As KubernetesPodOperator, but a pod that has ended is never taken for this try's."""
         assert self._work is not None
-        for pod in self._pods_of_task(context, pod_request_obj.metadata.namespace):
+        for pod in self._ask(self._pods_of_task, context, pod_request_obj.metadata.namespace):
             if pod.status.phase in PodPhase.terminal_states:
                 self._put_away(pod, self._end_of(pod), context, self._work)
         try:
@@ -353,10 +362,22 @@ class BatchInferPodOperator(KubernetesPodOperator):
 
     def _read_pod(self, name: str, namespace: str) -> k8s.V1Pod | None:
         try:
-            return self.hook.get_pod(name, namespace)
+            return self._ask(self.hook.get_pod, name, namespace)
         except ApiException as error:
             if error.status == 404:
                 return None
+            raise
+
+    def _ask(self, question: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function that reads from the API server, and wait for one that does not answer."""
+        try:
+            return outlast_outage(question)(*arguments)
+        except Exception as error:
+            if is_outage(error):
+                raise WorkerLostError(
+                    "the Kubernetes API does not answer; a pod of this task, if there is one, runs on, and "
+                    f"the next try finds it again: {getattr(error, 'reason', None) or error}"
+                ) from error
             raise
 
     def _tell_summary(self, work: ShardWork) -> None:

@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -259,6 +260,69 @@ def test_reclaims_have_a_budget(task: Callable[..., Task]) -> None:
 
     made.operator().execute(made.context(try_number=2))  # a new try counts anew
     assert made.committed()
+
+
+def test_the_trigger_outlasts_an_outage_of_the_api_server(
+    task: Callable[..., Task], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from airflow.sdk.exceptions import TaskDeferred
+
+    made = task()
+    with pytest.raises(TaskDeferred) as deferred:
+        made.operator(deferrable=True).execute(made.context())
+    made.kube.outage = 40  # KubernetesPodOperator's trigger gives up after 15, in about a minute
+    sleep = asyncio.sleep
+
+    async def sleep_less(seconds: float) -> None:
+        await sleep(min(seconds, 0.1))
+
+    monkeypatch.setattr(asyncio, "sleep", sleep_less)
+
+    assert first_event(deferred.value.trigger, monkeypatch)["status"] == "success"
+    assert made.kube.outage == 0
+
+
+@pytest.mark.parametrize("deferrable", [True, False])
+def test_an_outage_of_the_api_server_fails_no_launch(task: Callable[..., Task], deferrable: bool) -> None:
+    from airflow.sdk.exceptions import TaskDeferred
+
+    made = task()
+    made.kube.outage = 2
+    with pytest.raises(TaskDeferred) if deferrable else nullcontext():
+        made.operator(deferrable=deferrable).execute(made.context())
+
+    assert len(made.kube.cluster.launched) == 1
+
+
+def test_an_outage_when_the_trigger_has_seen_the_end(task: Callable[..., Task]) -> None:
+    from airflow.sdk.exceptions import TaskDeferred
+
+    from tests.kube.cluster import wait_until
+
+    made = task()
+    with pytest.raises(TaskDeferred):
+        made.operator(deferrable=True).execute(made.context())
+    wait_until(lambda: made.committed() and not made.kube.cluster.running())
+    made.kube.outage = 2
+
+    event = {"status": "success", "name": made.kube.cluster.launched[0], "namespace": "default"}
+    made.operator(deferrable=True).trigger_reentry(made.context(), event)
+
+    assert made.fates() == ["committed"]
+
+
+def test_an_outage_beyond_all_patience_is_retried_by_name(
+    task: Callable[..., Task], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from airflow_batchinfer.operators import infer_kubernetes
+
+    made = task()
+    made.kube.outage = 1
+    monkeypatch.setattr(infer_kubernetes, "outlast_outage", lambda question: question)
+
+    event = {"status": "error", "name": "pod", "namespace": "default", "message": "no answer"}
+    with pytest.raises(WorkerLostError, match=r"the Kubernetes API does not answer.*Service Unavailable"):
+        made.operator(deferrable=True).trigger_reentry(made.context(), event)
 
 
 def test_a_dead_pod_is_never_taken_up(task: Callable[..., Task]) -> None:
