@@ -26,6 +26,7 @@ from airflow_batchinfer.operators.pod_patience import (
     is_outage,
     outlast_outage,
 )
+from airflow_batchinfer.operators.pod_template import read_template
 from airflow_batchinfer.operators.pod_trigger import BatchInferPodTrigger
 from airflow_batchinfer.operators.retry import FailureRetryPolicy
 from airflow_batchinfer.operators.shard_work import ShardWork, worker_error
@@ -67,7 +68,7 @@ class BatchInferPodOperator(KubernetesPodOperator):
     Success needs the commits, whatever the pod or Airflow says. A reclaimed pod is launched again at
     once, without using up a retry of the task, `retry.reclaims` times at most in one try; the count is
     kept in the store. All arguments of KubernetesPodOperator are passed through and win over what is
-    filled in here.
+    filled in here, and so does a pod template.
 
     Args:
         bundle: which shards, from split's list.
@@ -239,23 +240,34 @@ class BatchInferPodOperator(KubernetesPodOperator):
         return self._work
 
     def _fill_in(self, work: ShardWork) -> None:
-        """Give the pod what the plan decides and the user did not say."""
+        """Give the pod what the plan decides and the user said neither here nor in a pod template."""
         spec = work.plan.spec
         gpus = pod_shape.gpus_of(spec) if self.gpus is None else self.gpus
-        self.name = self.name or f"batchinfer-{work.plan.job}-{work.shards[0]:05d}"
-        self.cmds = self.cmds or [self.worker_python, "-m", "airflow_batchinfer.worker"]
+        template = read_template(self.pod_template_file, self.pod_template_dict, self.full_pod_spec)
+        said, worker = template.spec, template.spec.containers[0]
+        self.name = self.name or template.metadata.name or f"batchinfer-{work.plan.job}-{work.shards[0]:05d}"
+        self.cmds = self.cmds or worker.command or [self.worker_python, "-m", "airflow_batchinfer.worker"]
         self.arguments = work.worker_arguments(work.open_shards())
-        self.container_resources = pod_shape.resources(self.container_resources, self.gpu_resource, gpus)
-        self.tolerations = [*self.tolerations, *pod_shape.tolerations(self.spot, self.gpu_resource)]
-        self.affinity = self.affinity or pod_shape.affinity(self.spot)
-        self.security_context = self.security_context or pod_shape.pod_security()
-        self.container_security_context = self.container_security_context or pod_shape.container_security()
+        self.container_resources = pod_shape.resources(
+            self.container_resources or worker.resources, self.gpu_resource, gpus
+        )
+        self.tolerations = [
+            *(self.tolerations or said.tolerations or []),
+            *pod_shape.tolerations(self.spot, self.gpu_resource),
+        ]
+        self.affinity = self.affinity or said.affinity or pod_shape.affinity(self.spot)
+        self.security_context = self.security_context or said.security_context or pod_shape.pod_security()
+        self.container_security_context = (
+            self.container_security_context or worker.security_context or pod_shape.container_security()
+        )
+        if self.termination_grace_period is None:
+            self.termination_grace_period = said.termination_grace_period_seconds
         if self.termination_grace_period is None:
             self.termination_grace_period = pod_shape.grace_seconds(spec)
         if self.store_secret is not None:
             reference = k8s.V1SecretEnvSource(name=self.store_secret)
             self.env_from = [*self.env_from, k8s.V1EnvFromSource(secret_ref=reference)]
-        taken = {mount.mount_path for mount in self.volume_mounts}
+        taken = {mount.mount_path for mount in [*self.volume_mounts, *(worker.volume_mounts or [])]}
         volumes = pod_shape.volumes(
             spec, self.model_cache, self.compile_cache, self.shared_memory if gpus > 1 else None
         )
@@ -264,7 +276,7 @@ class BatchInferPodOperator(KubernetesPodOperator):
                 self.volume_mounts = [*self.volume_mounts, mount]
                 self.volumes = [*self.volumes, volume]
         given = convert_env_vars(self.env_vars) if self.env_vars else []
-        names = {variable.name for variable in given}
+        names = {variable.name for variable in [*given, *(worker.env or [])]}
         self._environment = [*given, *(v for v in pod_shape.environment(spec) if v.name not in names)]
         self.env_vars = list(self._environment)
 

@@ -547,6 +547,65 @@ def test_the_pod_has_what_the_plan_decides(task: Callable[..., Task]) -> None:
     assert "nvidia.com/gpu" in {t.key for t in pod.spec.tolerations}
 
 
+TEMPLATE = {
+    "metadata": {"name": "mine"},
+    "spec": {
+        "affinity": {"podAffinity": {}},
+        "tolerations": [{"key": "mine", "operator": "Exists"}],
+        "securityContext": {"runAsUser": 7},
+        "terminationGracePeriodSeconds": 300,
+        "volumes": [{"name": "mine", "emptyDir": {}}],
+        "containers": [
+            {
+                "name": "worker",
+                "image": "template",
+                "command": ["/opt/worker"],
+                "resources": {"limits": {"memory": "80Gi"}},
+                "securityContext": {"readOnlyRootFilesystem": False},
+                "env": [{"name": "HF_HOME", "value": "/elsewhere"}],
+                "volumeMounts": [{"name": "mine", "mountPath": "/tmp"}],
+            }
+        ],
+    },
+}
+
+
+@pytest.mark.parametrize("given_as", ["pod_template_file", "pod_template_dict", "full_pod_spec"])
+def test_a_pod_template_wins_over_what_is_filled_in(
+    task: Callable[..., Task], given_as: str, tmp_path: Path
+) -> None:
+    from airflow.providers.cncf.kubernetes.pod_generator import PodGenerator
+
+    path = tmp_path / "pod.yaml"
+    path.write_text(yaml.safe_dump(TEMPLATE))
+    templates = {
+        "pod_template_file": str(path),
+        "pod_template_dict": TEMPLATE,
+        "full_pod_spec": PodGenerator.deserialize_model_dict(TEMPLATE),
+    }
+    made = task()
+    operator = made.operator(gpus=2, image=None, **{given_as: templates[given_as]})
+    operator._fill_in(operator._open_work())
+    pod = operator.build_pod_request_obj(made.context())
+    (container,) = pod.spec.containers
+    mounts = [m.mount_path for m in container.volume_mounts]
+
+    assert pod.metadata.name.startswith("mine-")
+    assert container.image == "template"
+    assert container.command == ["/opt/worker"]
+    assert container.args == operator.arguments
+    assert container.resources.limits == {"memory": "80Gi", "nvidia.com/gpu": "2"}
+    assert container.security_context.read_only_root_filesystem is False
+    assert [v.value for v in container.env if v.name == "HF_HOME"] == ["/elsewhere"]
+    assert len(mounts) == len(set(mounts))
+    assert {m.mount_path: m.name for m in container.volume_mounts}["/tmp"] == "mine"
+    assert "scratch" not in {v.name for v in pod.spec.volumes}
+    assert pod.spec.affinity.pod_affinity is not None
+    assert {"mine", "nvidia.com/gpu"} <= {t.key for t in pod.spec.tolerations}
+    assert pod.spec.security_context.run_as_user == 7
+    assert pod.spec.termination_grace_period_seconds == 300
+
+
 def test_row_data_and_sidecars_stay_out(task: Callable[..., Task]) -> None:
     made = task()
 
