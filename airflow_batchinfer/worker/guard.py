@@ -56,6 +56,7 @@ class GuardedEngine:
         self._pulse = time.monotonic()
         self._made = 0
         self._waiting = False
+        """Whether something is in flight."""
         self._killed_at: float | None = None
         self._killed_why = ""
 
@@ -123,9 +124,8 @@ class GuardedEngine:
         except Exception as error:
             raise EngineDied(f"{type(error).__name__}: {error}") from error
 
-    def poll(self, timeout: float, *, more: int) -> list[Completion | RequestFailure]:
-        """What finished; `more` is how many requests are in flight. Raises `EngineDied`."""
-        self._waiting = more > 0
+    def poll(self, timeout: float) -> list[Completion | RequestFailure]:
+        """What finished; only while requests are in flight. Raises `EngineDied`."""
         try:
             results = self._engine.poll(timeout)
             made = self._engine.tokens_made()
@@ -134,9 +134,13 @@ class GuardedEngine:
         except Exception as error:
             log.exception("the engine failed")
             raise EngineDied(f"{type(error).__name__}: {error}") from error
-        if results or made != self._made or not more:
+        if results or made != self._made:
             self._made, self._pulse = made, time.monotonic()
         return results
+
+    def rest(self) -> None:
+        """Nothing is in flight: until the next `submit`, silence is no stall."""
+        self._waiting = False
 
     def abort(self, keys: Sequence[str]) -> None:
         """Forget requests; a dead engine has forgotten them already."""

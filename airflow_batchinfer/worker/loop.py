@@ -199,6 +199,8 @@ class Loop:
                 self._check_deadlines()
             else:
                 self._wait_for_work()
+            if not self._admission.in_flight:
+                self._engine.rest()
         except EngineDied as error:
             self._bury(str(error))
         self._checkpoint_due()
@@ -324,7 +326,7 @@ class Loop:
         full = len(admission.in_flight) >= self._window or (
             not admission.waiting and self._preparation.exhausted
         )
-        results = self._engine.poll(_IDLE_SECONDS if full else _HUNGRY_SECONDS, more=len(admission.in_flight))
+        results = self._engine.poll(_IDLE_SECONDS if full else _HUNGRY_SECONDS)
         self._now_ms = int(time.time() * 1000)
         for result in results:
             piece = admission.in_flight.pop(result.key, None)

@@ -107,6 +107,18 @@ def test_a_row_that_stalls_the_engine_is_found_and_the_rest_succeeds(run: Run) -
     assert run.progress().engine_restarts <= 3 + 2
 
 
+def test_an_engine_with_nothing_to_do_is_not_taken_for_stalled(run: Run) -> None:
+    """While the only row left waits for its next attempt, or for a slow store, nothing is in the engine."""
+    run.plan(
+        texts(4, {1: "<<transient 1>>"}),
+        engine="FaultyEngine",
+        retry={"stall_seconds": 0.4, "backoff_seconds": 2.0},
+    )
+    assert run.work()[0] == ExitCode.COMMITTED
+    assert run.outcomes() == {"succeeded": 4}
+    assert run.progress().engine_restarts == 0
+
+
 @pytest.mark.parametrize(
     ("mark", "outcome", "reason", "attempts", "message"),
     [
