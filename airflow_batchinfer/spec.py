@@ -392,7 +392,9 @@ class RetrySpec(_Strict):
     backoff_seconds: float = Field(
         1.0, ge=0, description="First wait before such an attempt, or one at a restart; doubles, up to 60 s."
     )
-    row_timeout_seconds: float = Field(600.0, gt=0, description="A row in the engine for longer is aborted.")
+    row_timeout_seconds: float = Field(
+        600.0, gt=0, description="A row that runs for longer is aborted; waiting in a queue does not count."
+    )
     stall_seconds: float = Field(
         300.0, gt=0, description="An engine that makes no token for so long while rows wait is restarted."
     )

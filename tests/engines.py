@@ -5,6 +5,7 @@ Their settings are keys of `model.engine`:
 - `paid_log`: file that gets one line a completion, `key<TAB>prompt tokens<TAB>output tokens`, before the
   worker sees it. The key starts with the row's id and a slash, so tests count what was paid by row.
 - `delay_seconds`: time from submitting a request to its answer (0).
+- `one_at_a_time`: requests wait in the engine's queue, and `delay_seconds` begins when each one's turn comes.
 - `max_in_flight`: the window the engine asks for (256).
 - `max_model_len`: what the engine says of itself (none).
 - `start_seconds`: how long a start takes (0).
@@ -94,7 +95,10 @@ class InstantEngine:
     def submit(self, requests: Sequence[Request]) -> None:
         self._check_alive()
         due = time.monotonic() + self._delay
-        self._queue.extend((due, r) for r in requests)
+        for request in requests:
+            if self._queue and self._options.get("one_at_a_time"):
+                due = self._queue[-1][0] + self._delay
+            self._queue.append((due, request))
 
     def poll(self, timeout: float) -> list[Result]:
         self._check_alive()

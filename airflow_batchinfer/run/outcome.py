@@ -37,7 +37,7 @@ class Reason(StrEnum):
     ENGINE_ERROR = "engine_error"
     """Transient engine errors, attempts used up."""
     TIMED_OUT = "timed_out"
-    """In the engine for longer than its deadline, attempts used up."""
+    """The engine ran it for longer than its deadline, attempts used up."""
     INVALID_OUTPUT = "invalid_output"
     """The output does not parse, or breaks the schema, labels or pattern."""
     TRUNCATED_OUTPUT = "truncated_output"

@@ -328,8 +328,9 @@ class Loop:
         )
         results = self._engine.poll(_IDLE_SECONDS if full else _HUNGRY_SECONDS)
         self._now_ms = int(time.time() * 1000)
+        now = time.monotonic()
         for result in results:
-            piece = admission.in_flight.pop(result.key, None)
+            piece = admission.answered(result.key, now)
             if piece is None:  # a second answer, or one that came too late
                 log.debug("nobody waits for the answer to %s", result.key)
             elif isinstance(result, Completion):
@@ -404,11 +405,12 @@ class Loop:
             self._flush(shard)
 
     def _check_deadlines(self) -> None:
-        """Abort a request that has been in the engine for too long, and only that one."""
-        limit = self._retry.row_timeout_seconds
-        while (piece := self._admission.oldest()) is not None:
-            if time.monotonic() - piece.admitted_at <= limit:
-                return
+        """Abort a request that has been running for too long, and only that one."""
+        assert self._info is not None
+        if self._info.keeps_row_timeout:
+            return
+        limit, now = self._retry.row_timeout_seconds, time.monotonic()
+        while (piece := self._admission.overdue(limit, now)) is not None:
             if self._engine.silence > limit and len(self._admission.in_flight) > 1:
                 # Nothing moves at all: this request is not to blame, or not alone.
                 self._engine.stalled = True

@@ -81,7 +81,10 @@ class Piece:
     tries: int = 0
     invalid: int = 0
     errors: int = 0
-    admitted_at: float = 0.0
+    number: int = 0
+    """Its place among all requests that were submitted."""
+    running_since: float | None = None
+    """Monotonic time by which it had surely left the engine's queue; none while that is not known."""
 
 
 @dataclass(slots=True, eq=False)

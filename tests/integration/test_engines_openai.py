@@ -187,6 +187,10 @@ def test_vectors_of_a_live_server(tmp_path: Path) -> None:
     assert not math.isclose(math.hypot(*unscaled), 1.0, rel_tol=1e-3)
 
 
+HANG = 0
+"""In place of a status: no answer at all."""
+
+
 class BusyServer(ThreadingHTTPServer):
     """Answers chats after `refusals` have been used up; counts requests and how many were open at once."""
 
@@ -196,6 +200,7 @@ class BusyServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Busy)
         self.refusals = refusals
         self.lock = threading.Lock()
+        self.closing = threading.Event()
         self.arrivals: list[float] = []
         self.open = 0
         self.most_open = 0
@@ -219,6 +224,8 @@ class _Busy(BaseHTTPRequestHandler):
             self.server.open += 1
             self.server.most_open = max(self.server.most_open, self.server.open)
             refusal = self.server.refusals.pop(0) if self.server.refusals else None
+        if refusal is not None and refusal[0] == HANG:
+            self.server.closing.wait()
         time.sleep(0.01)
         with self.server.lock:
             self.server.open -= 1
@@ -248,6 +255,7 @@ def busy(*refusals: tuple[int, dict[str, str]]) -> Iterator[BusyServer]:
     try:
         yield server
     finally:
+        server.closing.set()
         server.shutdown()
         server.server_close()
         thread.join()
@@ -280,6 +288,23 @@ def test_a_server_error_is_the_rows_transient_failure() -> None:
             answers = collect(engine, 2)
         failures = [a for a in answers.values() if isinstance(a, RequestFailure)]
         assert [(f.reason, f.transient) for f in failures] == [(Reason.ENGINE_ERROR, True)]
+
+
+def test_a_request_that_hangs_is_given_up_and_those_that_wait_for_their_turn_are_not() -> None:
+    with busy((HANG, {}), (429, {"Retry-After": "2"})) as server:
+        spec = served(
+            server.base_url,
+            model={"max_concurrency": 1},
+            retry={"row_timeout_seconds": 1.0, "engine_attempts": 1},
+        )
+        with started(spec) as engine:
+            engine.submit(requests(spec, TEXTS[:3], takes_tokens=False))
+            answers = collect(engine, 3)
+        late = answers.pop("0")
+        assert isinstance(late, RequestFailure)
+        assert (late.reason, late.transient) == (Reason.TIMED_OUT, True)
+        assert "retry.row_timeout_seconds=1" in late.message
+        completed(answers)
 
 
 def test_a_refused_key_ends_the_engine() -> None:

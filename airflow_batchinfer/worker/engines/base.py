@@ -68,6 +68,11 @@ class EngineInfo:
     max_model_len: int | None
     """Tokens that prompt and answer may have together; none if the engine does not say."""
     options: dict[str, str] = field(default_factory=dict)
+    keeps_row_timeout: bool = False
+    """Whether the engine itself gives up (`TIMED_OUT`) what runs for longer than `retry.row_timeout_seconds`.
+
+    Else the worker does, and takes the engine's queue to be first in, first out.
+    """
 
 
 class Engine(Protocol):

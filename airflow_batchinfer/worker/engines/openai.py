@@ -152,6 +152,7 @@ class OpenAIEngine:
             max_in_flight=2 * most,
             max_model_len=length,
             options={"max_concurrency": str(most)},
+            keeps_row_timeout=True,
         )
 
     async def _check_model(self) -> int | None:
@@ -195,12 +196,18 @@ class OpenAIEngine:
 
     async def _ask(self, request: Request) -> Answer | EngineDied:
         path, body = self._endpoint(request)
+        limit = self._spec.retry.row_timeout_seconds
         busy = 0
         while True:
             async with self._limit:
                 started = time.monotonic()
                 try:
-                    response = await self._client.post(path, json=body)
+                    async with asyncio.timeout(limit):
+                        response = await self._client.post(path, json=body)
+                except TimeoutError:
+                    self._limit.went_badly(started)
+                    text = f"no answer within retry.row_timeout_seconds={limit:g}"
+                    return RequestFailure(request.key, Reason.TIMED_OUT, text, True, retry_after=0.0)
                 except httpx.ConnectError as error:
                     self._limit.went_badly(started)
                     away = time.monotonic() - (self._away_since or started)

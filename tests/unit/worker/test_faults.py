@@ -92,6 +92,19 @@ def test_a_row_that_hangs_is_timed_out_and_the_rest_succeeds(run: Run) -> None:
     assert run.progress().engine_restarts == 0
 
 
+def test_time_in_the_engines_queue_does_not_count_as_running(run: Run) -> None:
+    """The window is 60 rows and the engine takes one at a time: most wait for longer than a row may run."""
+    run.plan(
+        texts(60),
+        options={"delay_seconds": 0.05, "one_at_a_time": True, "max_in_flight": 60},
+        retry={"row_timeout_seconds": 1.0},
+    )
+    assert run.work()[0] == ExitCode.COMMITTED
+    assert run.outcomes() == {"succeeded": 60}
+    assert {result["attempts"] for result in run.results().values()} == {1}
+    assert run.progress().engine_restarts == 0
+
+
 def test_a_row_that_stalls_the_engine_is_found_and_the_rest_succeeds(run: Run) -> None:
     run.plan(
         texts(40, {9: "<<stall>>"}),

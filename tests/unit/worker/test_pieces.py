@@ -165,6 +165,47 @@ def test_the_window_is_never_exceeded_and_retries_go_first() -> None:
     assert [piece.key for piece in again] == ["0/0/2", "2/0/1"]
 
 
+def submitted(count: int) -> tuple[Admission, list[str]]:
+    """An admission with so many requests in flight, and their keys in order."""
+    admission = Admission()
+    rows = [row(i) for i in range(count)]
+    for waiting in rows:
+        waiting.announced = 1
+    admission.add(rows)
+    return admission, [piece.key for piece in admission.take(count, announced=1)]
+
+
+def test_a_request_runs_once_it_is_the_oldest() -> None:
+    admission, keys = submitted(3)
+    assert admission.overdue(10.0, now=100.0) is None
+    assert admission.overdue(10.0, now=110.5) is admission.in_flight[keys[0]]
+    admission.answered(keys[0], now=111.0)
+    assert admission.overdue(10.0, now=111.0) is None, "until now, the next one may have waited in the queue"
+    assert admission.overdue(10.0, now=121.5) is admission.in_flight[keys[1]]
+
+
+def test_a_request_runs_once_a_later_one_has_come_back() -> None:
+    admission, keys = submitted(4)
+    admission.answered(keys[2], now=100.0)
+    admission.answered(keys[3], now=105.0)
+    for key in keys[:2]:  # both hang: the second one's clock does not wait for the first one's end
+        late = admission.overdue(10.0, now=110.5)
+        assert late is admission.in_flight[key]
+        del admission.in_flight[key]
+    assert admission.overdue(10.0, now=110.5) is None
+
+
+def test_another_attempt_begins_with_a_clock_of_its_own() -> None:
+    admission, keys = submitted(2)
+    again = admission.answered(keys[0], now=100.0)
+    assert again is not None
+    admission.retry(again, 0.0)
+    admission.take(1, announced=1)
+    admission.answered(keys[1], now=200.0)
+    assert admission.overdue(10.0, now=200.0) is None
+    assert admission.overdue(10.0, now=210.5) is again
+
+
 def test_a_row_of_several_requests_can_be_dropped_whole() -> None:
     admission = Admission()
     split = row(1, Prompt(text="a"), Prompt(text="b"), Prompt(text="c"))
