@@ -10,6 +10,7 @@ each attempt that ended without a word while it was named. See `docs/worker.md` 
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections import Counter
@@ -27,6 +28,8 @@ from airflow_batchinfer.run.progress import Progress
 from airflow_batchinfer.store import Store
 from airflow_batchinfer.worker.processes import is_gone
 from airflow_batchinfer.worker.retrying import with_retries
+
+log = logging.getLogger(__name__)
 
 _SILENT_AFTER = timedelta(seconds=60)
 """A worker elsewhere is taken for dead if its progress is older than this (and ten intervals)."""
@@ -156,6 +159,10 @@ class Announcer:
                 with_retries(partial(self._write, apart, rows))
             except StoreError as error:
                 self.error = error
+                return
+            except Exception as error:  # a bug must end the worker, not leave it waiting
+                log.exception("the announcer failed")
+                self.error = StoreError(f"cannot announce rows: {type(error).__name__}: {error}")
                 return
             self.durable = number
 

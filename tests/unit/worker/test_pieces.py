@@ -344,6 +344,13 @@ def test_deaths_are_counted_and_only_the_dead_convict(tmp_path: Path) -> None:
     assert list(found().culprits) == [3]
 
 
+def test_an_announcer_that_fails_in_any_way_says_so(tmp_path: Path) -> None:
+    announcer = Announcer(LocalStore(tmp_path), {}.__getitem__, "me")
+    announcer.announce({7: [1]}, apart=False)
+    announcer.close(forget=False)
+    assert "cannot announce rows: KeyError: 7" in str(announcer.error)
+
+
 def test_a_clean_exit_leaves_no_suspects(tmp_path: Path) -> None:
     store, layout = LocalStore(tmp_path), RunLayout("job/runs/r")
     announcer = Announcer(store, lambda shard: ("e", layout.suspects(shard, "e")), "me")
