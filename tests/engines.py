@@ -241,6 +241,18 @@ class FaultyEngine(InstantEngine):
                 return [good]
 
 
+class UnkillableEngine(FaultyEngine):
+    """Nothing ends it, as if its process hung in the kernel: `close` says so, or hangs with `hang_close`."""
+
+    def kill(self) -> None:
+        pass
+
+    def close(self) -> None:
+        if self._options.get("hang_close"):
+            threading.Event().wait()
+        raise EngineError("the engine does not end, not even by force")
+
+
 class DyingEngine(InstantEngine):
     """A real child process answers; a prompt with `<<die>>` makes it exit with all it has in flight."""
 

@@ -427,12 +427,18 @@ class Loop:
         """The engine is dead: note who was there, find out who did it, and start its successor."""
         stalled = self._engine.stalled
         suspects = self._admission.died()
-        self._engine.bury()
         for row in suspects:
             row.deaths += 1
         log.warning("the engine died with %d rows in flight: %s", len(suspects), cause)
+        try:
+            self._engine.bury()
+        except EngineError as error:
+            if not self._control.leaving:
+                raise EngineError(f"{cause}; {error}") from error
         if self._control.leaving:
             return
+        for shard in self._open:
+            self._flush(shard)  # a start may take long, and the node may be the next to go
         self._investigate(suspects, cause, stalled)
         if not any(not shard.complete for shard in self._open):
             return

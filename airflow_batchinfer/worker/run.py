@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
 
-from airflow_batchinfer.errors import BatchInferError, ExitCode, InputError, SpecError
+from airflow_batchinfer.errors import BatchInferError, EngineError, ExitCode, InputError, SpecError
 from airflow_batchinfer.run.epoch import new_epoch
 from airflow_batchinfer.run.integrity import sound_commit
 from airflow_batchinfer.run.layout import RunLayout
@@ -135,7 +136,8 @@ class _Worker:
             if error is None:
                 self._engine.close()
             else:
-                self._engine.bury()
+                with contextlib.suppress(EngineError):  # it has been said, or does not matter any more
+                    self._engine.bury()
             self._writer.close()
             self._watchdog.close()
         # A store that fails is the better explanation of whatever else went wrong.

@@ -126,5 +126,9 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None:
-        """End the engine in good order, started or only preloaded; nothing is in flight."""
+        """End the engine in good order, started or only preloaded; nothing is in flight.
+
+        Raises:
+            EngineError: it does not end, not even by force, so no successor can take its place.
+        """
         ...

@@ -86,10 +86,10 @@ class VllmEngine:
             self._process.kill()
 
     def close(self) -> None:
-        if self._process is not None:
-            self._process.send("close")
-            self._process.close(_CLOSE_SECONDS if self._told_to_start else 0.0)
-            self._process = None
+        process, self._process = self._process, None
+        if process is not None:
+            process.send("close")
+            process.close(_CLOSE_SECONDS if self._told_to_start else 0.0)
 
     def _running(self) -> EngineProcess:
         if self._process is None:

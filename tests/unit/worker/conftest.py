@@ -55,15 +55,21 @@ class Run:
         self.layout = RunLayout(self.planned.folder)
         return self.planned
 
-    def command(self, shards: str = "0", *more: str) -> list[str]:
+    def command(
+        self, shards: str = "0", *more: str, program: Sequence[str] = ("-m", "airflow_batchinfer.worker")
+    ) -> list[str]:
         return [
-            *(sys.executable, "-m", "airflow_batchinfer.worker", "--store", self.store.uri),
+            *(sys.executable, *program, "--store", self.store.uri),
             *("--folder", self.planned.folder, "--shards", shards, *more),
         ]
 
-    def start(self, shards: str = "0", *more: str) -> subprocess.Popen[str]:
+    def start(self, shards: str = "0", *more: str, **how: Any) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            self.command(shards, *more), cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            self.command(shards, *more, **how),
+            cwd=ROOT,
+            stderr=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         self._started.append(process)
         return process

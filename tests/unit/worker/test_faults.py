@@ -264,6 +264,45 @@ def test_an_engine_that_hangs_while_it_starts(run: Run) -> None:
     assert "did not start within retry.startup_seconds=0.3" in said
 
 
+LONG = [f"a row with so much text that it goes first {i}" for i in range(20)]
+
+
+def test_an_engine_that_cannot_be_ended_ends_the_worker_and_what_is_done_stays(run: Run) -> None:
+    run.plan(
+        [*LONG, "<<stall>>"],
+        engine="UnkillableEngine",
+        options={"max_in_flight": 4},
+        retry={"stall_seconds": 0.4},
+    )
+    code, said = run.work()
+    assert code == ExitCode.ENGINE_FAILED
+    assert "made no token for retry.stall_seconds=0.4; the engine does not end, not even by force" in said
+    assert run.durable() == set(run.paid()) == set(range(20))
+    assert run.progress().state == "failed"
+
+
+IMPATIENT = """
+import sys
+from airflow_batchinfer.worker import guard
+from airflow_batchinfer.worker.__main__ import leave, main
+guard.STUCK_SECONDS = 0.5
+leave(main())
+"""
+
+
+def test_a_worker_held_by_its_engine_is_ended_and_what_is_done_stays(run: Run) -> None:
+    run.plan(
+        [*LONG, "<<stall>>"],
+        engine="UnkillableEngine",
+        options={"max_in_flight": 4, "hang_close": True},
+        retry={"stall_seconds": 0.4},
+    )
+    code, said = run.end_of(run.start(program=("-c", IMPATIENT)))
+    assert (code, said) == (ExitCode.ENGINE_FAILED, "batchinfer: the engine does not end")
+    assert run.durable() == set(run.paid()) == set(range(20))
+    assert run.progress().state == "failed"
+
+
 def test_an_engine_that_does_not_exist(run: Run) -> None:
     run.plan(texts(3), engine="NoSuchEngine")
     code, said = run.work()
