@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     from airflow.sdk import Context
 
 _QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+_WORK_LABEL = "batchinfer-work"
+"""Hash of the pod's shards: Airflow's own labels are the same for a run planned anew, and for another
+Airflow's run of the same DAG and date."""
 _POD_TROUBLE = (AirflowException, ApiException, HTTPError)
 """What KubernetesPodOperator raises when a pod ends badly, is gone, or cannot be asked."""
 _OWN_DEFAULTS: dict[str, Any] = {
@@ -225,6 +228,16 @@ class BatchInferPodOperator(KubernetesPodOperator):
         if self._seen is not None and self._end_of(self._seen).fate != Fate.RUNNING:
             super().cleanup(pod, self._seen, *args, **kwargs)
 
+    def _get_pod_from_task_state_store(self, context: Context) -> k8s.V1Pod | None:
+        """As KubernetesPodOperator, but not a pod at other shards: its run has been planned anew since."""
+        pod = super()._get_pod_from_task_state_store(context)
+        if pod is not None and pod.metadata.labels.get(_WORK_LABEL) != self.labels[_WORK_LABEL]:
+            self.log.info("pod %s works at another plan's shards, and is deleted", pod.metadata.name)
+            self.patch_already_checked(pod, reraise=False)
+            self.pod_manager.delete_pod(pod)
+            return None
+        return pod
+
     def _write_logs(  # type: ignore[override]  # its retries stay with the base's
         self, pod: k8s.V1Pod, follow: bool = False, since_time: Any = None
     ) -> None:
@@ -245,6 +258,7 @@ class BatchInferPodOperator(KubernetesPodOperator):
         gpus = pod_shape.gpus_of(spec) if self.gpus is None else self.gpus
         template = read_template(self.pod_template_file, self.pod_template_dict, self.full_pod_spec)
         said, worker = template.spec, template.spec.containers[0]
+        self.labels = {**self.labels, _WORK_LABEL: work.identity()}
         self.name = self.name or template.metadata.name or f"batchinfer-{work.plan.job}-{work.shards[0]:05d}"
         self.cmds = self.cmds or worker.command or [self.worker_python, "-m", "airflow_batchinfer.worker"]
         self.arguments = work.worker_arguments(work.open_shards())

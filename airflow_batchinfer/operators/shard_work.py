@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import signal
 from collections.abc import Callable, Iterator
 from typing import Self
@@ -68,6 +70,11 @@ class ShardWork:
                 f"{store.uri_of(key)}: this task comes from another split; clear split with downstream"
             )
         return cls(store, plan, shards)
+
+    def identity(self) -> str:
+        """16 hexadecimal digits that no other bundle has, whatever its store, run and generation."""
+        what = [self.store.uri, self.plan.folder, self.shards]
+        return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
 
     def commit(self, shard: int) -> Commit | None:
         """The commit that every reader chooses for a shard; none while it is incomplete."""

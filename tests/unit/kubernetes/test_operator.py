@@ -119,8 +119,8 @@ def kube(tmp_path: Path) -> Iterator[KubeServer]:
 
 @pytest.fixture
 def task(kube: KubeServer, tmp_path: Path) -> Callable[..., Task]:
-    def make(shards: int = 1, **overrides: Any) -> Task:
-        spec = job(tmp_path / "store", **({"checkpoint": {"rows": 2, "grace_seconds": 1}} | overrides))
+    def make(shards: int = 1, store: str = "store", **overrides: Any) -> Task:
+        spec = job(tmp_path / store, **({"checkpoint": {"rows": 2, "grace_seconds": 1}} | overrides))
         plan = plan_run(spec, [[f"row {s}-{i}" for i in range(12)] for s in range(shards)])
         return Task(kube, plan, kube.write_kubeconfig(tmp_path / "kubeconfig"))
 
@@ -219,6 +219,43 @@ def test_a_living_pod_is_found_again_and_not_paid_twice(task: Callable[..., Task
     assert made.committed()
     assert len(made.kube.cluster.launched) == 1
     lost.join(30)
+
+
+def test_another_airflows_pod_of_the_same_dag_and_run_is_left_alone(task: Callable[..., Task]) -> None:
+    from airflow.sdk.exceptions import TaskDeferred
+
+    from tests.kube.cluster import wait_until
+
+    theirs = task(store="theirs", model=SLOW | {"engine": {"delay_seconds": 60}})
+    with pytest.raises(TaskDeferred):
+        theirs.operator(deferrable=True).execute(theirs.context())
+    wait_until(theirs.kube.cluster.running)
+
+    ours = task(store="ours")
+    ours.operator().execute(ours.context())
+    ours.operator().execute(ours.context(try_number=2))  # puts away what an earlier try left
+
+    assert ours.committed()
+    assert [pod["metadata"]["name"] for pod in ours.kube.cluster.running()] == ours.kube.cluster.launched[:1]
+
+
+def test_a_pod_at_the_run_as_it_was_planned_before_is_not_taken_up(task: Callable[..., Task]) -> None:
+    from airflow.sdk.exceptions import TaskDeferred
+
+    from tests.kube.cluster import wait_until
+
+    before = task(name="before", model=SLOW | {"engine": {"delay_seconds": 60}})
+    with pytest.raises(TaskDeferred):
+        before.operator(deferrable=True).execute(before.context())
+    wait_until(before.kube.cluster.running)
+
+    anew = task(name="anew")  # another folder, as `on_changed_spec: restart` gives it
+    anew.state = before.state
+    anew.operator().execute(anew.context(try_number=2))
+
+    assert anew.committed()
+    assert len(anew.kube.cluster.launched) == 2
+    wait_until(lambda: not anew.kube.cluster.list("default", lambda _: True))
 
 
 def test_airflows_role_suffices(task: Callable[..., Task]) -> None:
