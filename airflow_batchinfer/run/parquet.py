@@ -11,13 +11,16 @@ import pyarrow.parquet as pq
 
 from airflow_batchinfer.errors import CorruptError
 from airflow_batchinfer.store import Store
+from airflow_batchinfer.store.arrow_errors import arrow_reads
 
 WRITE_OPTIONS: dict[str, Any] = {"compression": "zstd", "write_page_checksum": True}
 """For `pyarrow.parquet` when it writes what `open_parquet` reads: without checksums, a flipped byte may go
 unnoticed."""
 
 UNREADABLE = (OSError, pa.ArrowException, UnicodeDecodeError)
-"""What Arrow raises on bytes that are not what they should be; names of columns may be no UTF-8."""
+"""What Arrow raises on bytes that are not what they should be; names of columns may be no UTF-8.
+
+An `OSError` may also come of the store: `arrow_reads` tells."""
 
 
 @contextmanager
@@ -31,16 +34,20 @@ def open_parquet(store: Store, key: str, remedy: str = "") -> Iterator[pq.Parque
 
     Raises:
         CorruptError: it is missing or damaged, naming it; also where that shows only in the `with` block.
+        StoreError: the store cannot be read; likewise.
     """
     filesystem, root = store.filesystem()
     try:
-        with pq.ParquetFile(
-            f"{root}/{key}",
-            filesystem=filesystem,
-            pre_buffer=False,
-            buffer_size=1 << 20,
-            page_checksum_verification=True,
-        ) as file:
+        with (
+            arrow_reads(store.uri_of(key)),
+            pq.ParquetFile(
+                f"{root}/{key}",
+                filesystem=filesystem,
+                pre_buffer=False,
+                buffer_size=1 << 20,
+                page_checksum_verification=True,
+            ) as file,
+        ):
             yield file
     except UNREADABLE as error:
         hint = f": {remedy}" if remedy else ""
