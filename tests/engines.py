@@ -11,6 +11,7 @@ Their settings are keys of `model.engine`:
 - `start_seconds`: how long a start takes (0).
 - `starts_log`: file that gets a line at each preload and each start.
 - `failing_starts`: numbers of the starts that fail, counted in `starts_log`.
+- `starts_fail_with`: name of the error they raise (`EngineError`).
 - `answer`: literal answer instead of one made for the task.
 """
 
@@ -32,6 +33,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from airflow_batchinfer import errors
 from airflow_batchinfer.errors import EngineError
 from airflow_batchinfer.run.outcome import Reason
 from airflow_batchinfer.spec import ChoiceTask, EmbedTask, JobSpec, JsonTask, RegexTask
@@ -70,7 +72,8 @@ class InstantEngine:
     def start(self) -> EngineInfo:
         self._log("start")
         if self._starts() in self._options.get("failing_starts", ()):
-            raise EngineError("no memory left on the device")
+            error = getattr(errors, self._options.get("starts_fail_with", "EngineError"))
+            raise error("no memory left on the device")
         if self._killed.wait(float(self._options.get("start_seconds", 0.0))):
             raise EngineError("the engine was killed while it started")
         if self._paid_log:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import islice
 
-from airflow_batchinfer.errors import BatchInferError, EngineError, ExitCode
+from airflow_batchinfer.errors import BatchInferError, EngineError, ExitCode, SpecError
 from airflow_batchinfer.run.outcome import Reason, outcome_of
 from airflow_batchinfer.spec import JobSpec
 from airflow_batchinfer.worker.admission import Admission
@@ -160,13 +160,13 @@ class Loop:
     def _restart_engine(self) -> None:
         """Start the successor of an engine that has died, `retry.restart_attempts` times if need be.
 
-        The job is known to work, so what fails a start is likely to pass: memory not yet given back, a
-        device that is being reset.
+        The job is known to work, so what fails a start is likely to pass, even where it reads as the job's
+        fault: memory not yet given back, a device that is being reset, a hub or a server that is away.
         """
         for attempt in itertools.count(1):
             try:
                 return self._start_engine()
-            except EngineError as error:
+            except (EngineError, SpecError) as error:
                 self._engine.bury()
                 if attempt >= self._retry.restart_attempts:
                     raise EngineError(

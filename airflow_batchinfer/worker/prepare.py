@@ -217,6 +217,7 @@ def prompt_builder(spec: JobSpec, *, takes_tokens: bool) -> PromptBuilder:
 
     Raises:
         SpecError: the tokenizer, the template or the lengths cannot work.
+        EngineError: the tokenizer cannot be loaded now, as the hub is away.
     """
     if takes_tokens:
         return PromptBuilder(spec, load_tokenizer(spec), context_length(spec))

@@ -222,12 +222,18 @@ def test_an_engine_that_does_not_start(run: Run) -> None:
     assert run.progress().state == "failed"
 
 
-def test_a_restart_that_fails_is_tried_again(run: Run) -> None:
+@pytest.mark.parametrize("error", ["EngineError", "SpecError"])
+def test_a_restart_that_fails_is_tried_again(run: Run, error: str) -> None:
     log = run.folder / "starts"
     run.plan(
         texts(20, {3: "<<stall>>"}),
         engine="FaultyEngine",
-        options={"max_in_flight": 1, "starts_log": str(log), "failing_starts": [2]},
+        options={
+            "max_in_flight": 1,
+            "starts_log": str(log),
+            "failing_starts": [2],
+            "starts_fail_with": error,
+        },
         retry={"stall_seconds": 0.2, **NO_WAIT},
     )
     assert run.work()[0] == ExitCode.COMMITTED
