@@ -79,11 +79,16 @@ def _structured(fault_of: Callable[[str], str | None]) -> Judge:
         text = raw.strip()
         if not text:
             return Judged(completion.text, Reason.EMPTY_OUTPUT, "the output is blank")
-        fault = fault_of(raw)
-        if fault is None:
-            return Judged(raw)
-        if text != raw and fault_of(text) is None:
-            return Judged(text)
+        try:
+            fault = fault_of(raw)
+            if fault is None:
+                return Judged(raw)
+            if text != raw and fault_of(text) is None:
+                return Judged(text)
+        except (
+            Exception
+        ) as error:  # a number or a nesting beyond Python's bounds costs its row, not the shard
+            fault = f"cannot be checked: {type(error).__name__}: {error}"
         if completion.finish_reason == "length":
             return Judged(raw, Reason.TRUNCATED_OUTPUT, f"cut off by sampling.max_tokens: {fault}")
         return Judged(raw, Reason.INVALID_OUTPUT, fault)

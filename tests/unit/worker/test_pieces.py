@@ -230,6 +230,9 @@ def judged(task: dict[str, Any], text: str | None, finish: str = "stop") -> tupl
 SCHEMA = {"type": "json", "schema": {"type": "object", "required": ["a"]}}
 LABELS = {"type": "choice", "labels": ["yes", "no"]}
 PATTERN = {"type": "regex", "pattern": r"\d{3}"}
+CENTS = {"type": "json", "schema": {"properties": {"a": {"multipleOf": 0.01}}}}
+TREE = {"type": "json", "schema": {"properties": {"a": {"$ref": "#"}}}}
+DEEP = '{"a":' * 400 + "{}" + "}" * 400
 
 
 @pytest.mark.parametrize(
@@ -248,6 +251,9 @@ PATTERN = {"type": "regex", "pattern": r"\d{3}"}
         (SCHEMA, '{"a": ', "length", '{"a": ', Reason.TRUNCATED_OUTPUT),
         (SCHEMA, '{"a": NaN}', "stop", '{"a": NaN}', Reason.INVALID_OUTPUT),
         (SCHEMA, "[" * 100_000, "stop", "[" * 100_000, Reason.INVALID_OUTPUT),
+        (CENTS, '{"a": 0.25}', "stop", '{"a": 0.25}', None),
+        (CENTS, '{"a": 1e999}', "stop", '{"a": 1e999}', Reason.INVALID_OUTPUT),
+        (TREE, DEEP, "stop", DEEP, Reason.INVALID_OUTPUT),
         (PATTERN, "123", "stop", "123", None),
         (PATTERN, "1234", "stop", "1234", Reason.INVALID_OUTPUT),
     ],
