@@ -418,7 +418,11 @@ class OverLongSpec(_Strict):
     )
     overlap_tokens: int = Field(64, ge=0, description="`split`: tokens that neighbouring windows share.")
     combine: Literal["concat", "list", "majority"] = Field(
-        "concat", description="`split`: how the windows' answers become one."
+        "concat",
+        description=(
+            "`split`: how the windows' answers become one: `concat` or `list` for `task.type: generate`, "
+            "`majority` for `choice`; other tasks have no way."
+        ),
     )
     separator: str = Field("\n", description="`split` with `concat`: put between the answers.")
 
@@ -427,6 +431,10 @@ class OverLongSpec(_Strict):
         if self.policy != "reject" and not self.column:
             raise ValueError(f"`policy: {self.policy}` needs `column`, the column to cut")
         return self
+
+
+_COMBINATIONS = {"generate": ("concat", "list"), "choice": ("majority",)}
+"""By task, the `overlong.combine` whose outcome is again an answer of the task."""
 
 
 class FailureSpec(_Strict):
@@ -728,8 +736,6 @@ class JobSpec(_Strict):
                 )
         if self.incremental and self.input.id_column is None:
             raise ValueError("`incremental` needs `input.id_column`: rows are told apart by it")
-        if self.overlong.combine == "majority" and not isinstance(self.task, ChoiceTask):
-            raise ValueError("`overlong.combine: majority` is for `task.type: choice`")
         if self.validation.min_accuracy is not None and not (
             self.input.truth and isinstance(self.task, ChoiceTask)
         ):
@@ -740,8 +746,6 @@ class JobSpec(_Strict):
             raise ValueError("`gate.min_accuracy` needs `input.truth` and `task.type: choice`")
         if self.judge is not None and isinstance(self.task, EmbedTask):
             raise ValueError("`judge` is not for `task.type: embed`: it reads answers")
-        if isinstance(self.task, EmbedTask) and self.overlong.policy == "split":
-            raise ValueError("`overlong.policy: split` is not for `task.type: embed`")
         return self
 
     @model_validator(mode="after")
@@ -763,6 +767,24 @@ class JobSpec(_Strict):
             for path in _LIMITS_ON_TEXT:
                 if limits[path] is not None:
                     raise ValueError(f"`{path}` is not for `task.type: embed`: it reads answers")
+        return self
+
+    @model_validator(mode="after")
+    def _windows_make_an_answer(self) -> Self:
+        """What the answers to a row's windows are joined to is checked by nobody."""
+        task, combine = self.task.type, self.overlong.combine
+        if self.overlong.policy != "split":
+            return self
+        fitting = _COMBINATIONS.get(task)
+        if fitting is None:
+            raise ValueError(
+                f"`overlong.policy: split` is not for `task.type: {task}`: use `truncate` or `reject`"
+            )
+        if combine not in fitting:
+            raise ValueError(
+                f"`overlong.policy: split` with `task.type: {task}` needs `overlong.combine: "
+                f"{'` or `'.join(fitting)}` (got `{combine}`)"
+            )
         return self
 
     @property

@@ -106,6 +106,36 @@ def test_a_limit_that_nothing_could_break_is_refused(fields: dict[str, Any], mes
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("task", "combine", "message"),
+    [
+        ({"type": "generate"}, "concat", None),
+        ({"type": "generate"}, "list", None),
+        ({"type": "generate"}, "majority", "needs `overlong.combine: concat` or `list` (got `majority`)"),
+        ({"type": "choice", "labels": ["a", "b"]}, "majority", None),
+        (
+            {"type": "choice", "labels": ["a", "b"]},
+            "concat",
+            "needs `overlong.combine: majority` (got `concat`)",
+        ),
+        ({"type": "choice", "labels": ["a", "b"]}, "list", "needs `overlong.combine: majority` (got `list`)"),
+        ({"type": "json", "schema": {}}, "list", "is not for `task.type: json`"),
+        ({"type": "regex", "pattern": "a"}, "concat", "is not for `task.type: regex`"),
+        ({"type": "embed"}, "concat", "is not for `task.type: embed`"),
+    ],
+)
+def test_answers_to_windows_must_make_an_answer_of_the_task(
+    task: dict[str, Any], combine: str, message: str | None
+) -> None:
+    overlong = {"policy": "split", "column": "text", "combine": combine}
+    if message is None:
+        assert JobSpec.parse(LEAST | {"task": task, "overlong": overlong}).overlong.combine == combine
+        return
+    with pytest.raises(SpecError) as caught:
+        JobSpec.parse(LEAST | {"task": task, "overlong": overlong})
+    assert message in str(caught.value)
+
+
 def test_all_faults_are_told_at_once() -> None:
     with pytest.raises(SpecError) as caught:
         JobSpec.parse({"name": "a b", "sampling": {"top_p": 2}})
