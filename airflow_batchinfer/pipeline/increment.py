@@ -84,6 +84,7 @@ class Increment:
                     WHEN p.custom_id IS NULL THEN 'failed before'
                     WHEN p.digest IS DISTINCT FROM {SQL_DIGEST} THEN 'changed'
                     WHEN {stale} THEN '{label}'
+                    WHEN p.outdated THEN 'job changed'
                     ELSE '{UNCHANGED}' END AS change),
                 p.{PRIOR_ROW_ID}
             FROM keys k LEFT JOIN prior p ON p.custom_id = k.id_text
@@ -116,7 +117,7 @@ class Increment:
         """Tables `prior` (rows with a result) and `prior_dead` (ids of dead letters)."""
         connection.execute(
             "CREATE TABLE prior "
-            f"(custom_id VARCHAR, digest VARCHAR, {PRIOR_ROW_ID} BIGINT, tombstone BOOLEAN)"
+            f"(custom_id VARCHAR, digest VARCHAR, {PRIOR_ROW_ID} BIGINT, tombstone BOOLEAN, outdated BOOLEAN)"
         )
         connection.execute("CREATE TABLE prior_dead (custom_id VARCHAR)")
         if self.prior is None:
@@ -126,9 +127,11 @@ class Increment:
             connection,
             table_dataset(self.store, results_table(self.spec.name)),
             here & ds.field("custom_id").is_valid(),
-            ["custom_id", DIGEST, "row_id", "change"],
+            ["custom_id", DIGEST, "row_id", "change", "fingerprint"],
             f"INSERT INTO prior SELECT custom_id, {DIGEST}, row_id, "
-            f"coalesce(change = '{REMOVED}' AND {DIGEST} IS NULL, false)",
+            f"coalesce(change = '{REMOVED}' AND {DIGEST} IS NULL, false), "
+            # The run has taken such a row along as it was, whatever had become of the job.
+            f"coalesce(change = '{REMOVED}' AND fingerprint != '{fingerprint(self.spec)}', false)",
         )
         if open_table(self.store, DEAD_LETTERS) is not None:
             _copy_into(

@@ -133,6 +133,18 @@ def test_removed_rows_over_several_nights(
     assert results(store, "four")["k7"]["output"] is not None
 
 
+def test_a_removed_row_that_comes_back_under_another_job_runs_again(tmp_path: Path, store: Store) -> None:
+    rows = first_night()
+    new = {"prompt": {"template": "New: {{ text }}"}, "removed_rows": "keep"}
+    night(tmp_path, store, "one", rows, removed_rows="keep")
+    gone = rows.pop("k7")
+    night(tmp_path, store, "two", rows, **new)
+    assert results(store, "two")["k7"]["output"] == "one: text 7"
+    plan = night(tmp_path, store, "three", {**rows, "k7": gone}, **new)
+    assert results(store, "three")["k7"]["output"] == "three: text 7"
+    assert plan.changes == {"job changed": 1, "unchanged": 59}
+
+
 def test_copies_and_exports(tmp_path: Path, store: Store) -> None:
     import json
 
