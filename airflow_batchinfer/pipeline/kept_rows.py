@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 
 import numpy as np
@@ -39,12 +40,15 @@ def kept_results(
     of the prior row id.
 
     Raises:
-        CorruptError: a result that was there when the run was split is gone.
+        CorruptError: a result that was there when the run was split is gone, or has no answer.
     """
     kept = plan.kept
     if kept is None or not kept.rows + kept.removed:
         return
-    gone = f"the results of run {kept.prior_run_id!r} are gone from {store.uri_of(results_table(plan.job))}"
+    gone = (
+        f"the results of run {kept.prior_run_id!r} as they were when this run was split are gone from "
+        f"{store.uri_of(results_table(plan.job))}"
+    )
     if dataset is None:
         raise CorruptError(f"{gone}: start a new run")
     lists = _kept_lists(store, kept, scratch)
@@ -63,6 +67,13 @@ def _joined(
     plan: Plan, columns: ResultColumns, wanted: pa.Table, prior: pa.Table, *, exact: bool
 ) -> Iterator[pa.RecordBatch]:
     """Result rows of one bucket: those still in the input, then those that are gone."""
+    kept, column = plan.kept, plan.spec.output.column
+    assert kept is not None
+    renamed = {
+        f.name: (kept.prior_output or column) + f.name.removeprefix(column) for f in columns.outputs.fields
+    }
+    # The output's last column is text or a vector, and every answered row has it; a struct may be null.
+    answer = columns.outputs.fields[-1].name
     gone = pc.less(wanted["row_id"], 0).combine_chunks()
     for removed in (False, True):
         mask = gone if removed else pc.invert(gone)
@@ -72,7 +83,7 @@ def _joined(
             continue
         kinds = {f.name: f.type for f in columns.schema}
         values = {
-            name: old[name].combine_chunks() if name in old.column_names else pa.nulls(count, kind)
+            name: _column(old, renamed.get(name, name), kind)
             for name, kind in kinds.items()
             if name not in columns.own_names
         }
@@ -85,7 +96,18 @@ def _joined(
         if removed and plan.spec.removed_rows == "tombstone":
             values |= {f.name: pa.nulls(count, kinds[f.name]) for f in columns.outputs.fields}
             values[DIGEST] = pa.nulls(count, pa.string())
+        elif unanswered := values[answer].null_count:
+            raise CorruptError(
+                f"{unanswered} rows that were to keep the answer of run {kept.prior_run_id!r} have none in "
+                f"`{renamed[answer]}`: nothing was published; start a new run with the `output.column` of "
+                "that one, or under another job name"
+            )
         yield columns.assemble(values, count, exact=exact)
+
+
+def _column(table: pa.Table, name: str, kind: pa.DataType) -> pa.Array:
+    """A column; nulls if the table has none of this name."""
+    return table[name].combine_chunks() if name in table.column_names else pa.nulls(table.num_rows, kind)
 
 
 def _kept_lists(store: Store, kept: KeptRows, scratch: Path) -> Shuffle:
@@ -99,8 +121,12 @@ def _kept_lists(store: Store, kept: KeptRows, scratch: Path) -> Shuffle:
 
 def _prior_results(dataset: ds.Dataset, kept: KeptRows, scratch: Path) -> Shuffle:
     schema = dataset.schema
+    where = ds.field("run_id") == kept.prior_run_id
+    if kept.prior_created_at:
+        planned = datetime.fromisoformat(kept.prior_created_at)
+        where &= ds.field("run_created_at") == pa.scalar(planned, pa.timestamp("us", "UTC"))
     scanner = dataset.scanner(
-        filter=ds.field("run_id") == kept.prior_run_id,
+        filter=where,
         batch_size=8_192,
         batch_readahead=2,
         fragment_readahead=1,

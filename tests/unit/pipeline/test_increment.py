@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from airflow_batchinfer.errors import SpecError
+from airflow_batchinfer.errors import CorruptError, SpecError
 from airflow_batchinfer.pipeline.replay import prepare_replay
 from airflow_batchinfer.pipeline.split import split
 from airflow_batchinfer.pipeline.standing import standing_of
@@ -34,12 +34,19 @@ def spec(folder: Path, **fields: Any) -> JobSpec:
 
 
 def night(
-    folder: Path, store: Store, name: str, rows: Rows, *, dead: Any = lambda _: None, **fields: Any
+    folder: Path,
+    store: Store,
+    name: str,
+    rows: Rows,
+    *,
+    dead: Any = lambda _: None,
+    answer: Any = None,
+    **fields: Any,
 ) -> Plan:
-    """One run over `rows`, whose answers name the night."""
+    """One run over `rows`, whose answers name the night by default."""
     write_input(folder, [{"id": k, **v} for k, v in rows.items()])
     plan = split(store, spec(folder, **fields), name)
-    publish_run(store, plan, answer=lambda r: f"{name}: {r['input']['text']}", dead=dead)
+    publish_run(store, plan, answer=answer or (lambda r: f"{name}: {r['input']['text']}"), dead=dead)
     assert standing_of(store, plan).rows == plan.rows
     return plan
 
@@ -143,6 +150,68 @@ def test_a_removed_row_that_comes_back_under_another_job_runs_again(tmp_path: Pa
     plan = night(tmp_path, store, "three", {**rows, "k7": gone}, **new)
     assert results(store, "three")["k7"]["output"] == "three: text 7"
     assert plan.changes == {"job changed": 1, "unchanged": 59}
+
+
+SCHEMA = {"type": "object", "properties": {"says": {"type": "string"}}}
+
+
+@pytest.mark.parametrize("task", [{"type": "generate"}, {"type": "json", "schema": SCHEMA}])
+def test_answers_move_to_a_renamed_output_column(tmp_path: Path, store: Store, task: Any) -> None:
+    rows = first_night()
+    fields: dict[str, Any] = {"task": task, "removed_rows": "keep"}
+
+    def answer(row: dict[str, Any]) -> str:
+        text = row["input"]["text"]
+        return text if task["type"] == "generate" else f'{{"says": "{text}"}}'
+
+    night(tmp_path, store, "one", rows, answer=answer, **fields)
+    rows["k3"]["text"] = "edited"
+    del rows["k5"]
+    plan = night(tmp_path, store, "two", rows, answer=answer, output={"column": "label"}, **fields)
+    assert plan.changes == {"changed": 1, "unchanged": 58}
+    found = results(store, "two")
+    given = {k: v["text"] for k, v in rows.items()} | {"k5": "text 5"}
+    if task["type"] == "json":
+        assert {k: r["label_json"] for k, r in found.items()} == {
+            k: f'{{"says": "{v}"}}' for k, v in given.items()
+        }
+        assert {k: r["label"] for k, r in found.items()} == {k: {"says": v} for k, v in given.items()}
+    else:
+        assert {k: r["label"] for k, r in found.items()} == given
+
+
+def test_a_row_never_keeps_an_answer_that_is_not_there(tmp_path: Path, store: Store) -> None:
+    """The earlier run's folder, which would tell the column's old name, is gone."""
+    one = night(tmp_path, store, "one", first_night())
+    for info in list(store.list(one.folder)):
+        store.delete(info.key)
+    with pytest.raises(CorruptError, match="60 rows that were to keep the answer of run 'one' have none in"):
+        night(tmp_path, store, "two", first_night(), output={"column": "label"})
+    assert not results(store, "two")
+
+
+def test_removed_rows_cannot_be_kept_in_a_column_of_another_type(tmp_path: Path, store: Store) -> None:
+    rows = first_night()
+    night(tmp_path, store, "one", rows)
+    del rows["k5"]
+    fields: dict[str, Any] = {"task": {"type": "embed"}, "output": {"column": "vector"}}
+    with pytest.raises(SpecError, match=r"the 1 rows .* have string in `output`, .*removed_rows: tombstone"):
+        night(tmp_path, store, "two", rows, removed_rows="keep", **fields)
+    night(tmp_path, store, "three", rows, answer=lambda _: [0.5], removed_rows="tombstone", **fields)
+    assert results(store, "three")["k5"]["vector"] is None
+
+
+def test_kept_rows_come_from_the_plan_that_they_were_compared_with(tmp_path: Path, store: Store) -> None:
+    """The earlier run is begun anew, with its rows in another order, before the later one is merged."""
+    rows = first_night()
+    night(tmp_path, store, "one", rows)
+    two = split(store, spec(tmp_path), "two")
+    assert two.changes == {"unchanged": 60}
+    fields: dict[str, Any] = {"prompt": {"template": "New: {{ text }}"}, "on_changed_spec": "restart"}
+    night(tmp_path, store, "one", dict(reversed(rows.items())), **fields)
+    with pytest.raises(CorruptError, match="as they were when this run was split are gone"):
+        publish_run(store, two)
+    assert not results(store, "two")
 
 
 def test_copies_and_exports(tmp_path: Path, store: Store) -> None:
