@@ -117,8 +117,11 @@ def vacuum_tables(
             continue
         hours = int(older_than.total_seconds() // 3600)
         try:
+            # In full: a publication that was killed or tried again leaves files that no log has ever named.
             removed += len(
-                table.vacuum(retention_hours=hours, dry_run=dry_run, enforce_retention_duration=False)
+                table.vacuum(
+                    retention_hours=hours, dry_run=dry_run, enforce_retention_duration=False, full=True
+                )
             )
         except (DeltaError, OSError) as error:
             raise StoreError(f"cannot vacuum {store.uri_of(key)}: {delta_words(error)}") from error

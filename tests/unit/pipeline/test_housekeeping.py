@@ -131,6 +131,17 @@ def test_vacuum_keeps_the_current_version(store: Store, plan: Plan) -> None:
     assert table_rows(store, "job/results") == before
 
 
+def test_vacuum_takes_what_a_killed_merge_has_left(store: Store, plan: Plan) -> None:
+    publish_run(store, plan)
+    left = "job/results/run_id=run/merged_by=run/part-of-no-commit.parquet"
+    store.write_bytes(left, b"x")
+    assert vacuum_tables(store, "job").objects == 0  # too young: its merge may be at work
+    age(store, "job/results", 8)
+    assert vacuum_tables(store, "job").objects == 1
+    assert not store.exists(left)
+    assert len(table_rows(store, "job/results")) == 40
+
+
 def test_commands(store: Store, plan: Plan, capsys: pytest.CaptureFixture[str]) -> None:
     publish_run(store, plan)
     assert main(["account", plan.folder, "--store", store.uri]) == 0
