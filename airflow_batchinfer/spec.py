@@ -107,7 +107,10 @@ class InputSpec(_Strict):
     """The dataset: which files, and which columns matter besides those the prompt names."""
 
     path: str | list[str] = Field(
-        description="File, folder, glob, or a list of them; local, `s3://` or a Delta table's folder."
+        description=(
+            "File, folder, glob (only `**` crosses a `/`), or a list of them; local, `s3://` or a Delta table's "
+            "folder."
+        )
     )
     format: Literal["auto", "parquet", "jsonl", "csv", "delta"] = Field(
         "auto", description="`auto` goes by the file's extension (`.gz` and `.zst` are looked through)."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import gzip
 import json
 import os
@@ -13,6 +14,7 @@ import pyarrow as pa
 import pytest
 
 from airflow_batchinfer.errors import BatchInferError, InputError, StoreError
+from airflow_batchinfer.pipeline.inputs import glob_matches
 from airflow_batchinfer.pipeline.split import split
 from airflow_batchinfer.run.plan import Plan
 from airflow_batchinfer.store import Store, open_store
@@ -49,6 +51,17 @@ def test_a_file_a_folder_and_a_glob(tmp_path: Path, store: Store, name: str, pat
     (tmp_path / "in" / "_SUCCESS").touch()
     plan = split(store, job(tmp_path, input={"path": str(tmp_path / path)}), "r")
     assert texts_by_id(store, plan) == [r["text"] for r in ROWS]
+
+
+@pytest.mark.parametrize(
+    "pattern", ["*.parquet", "*/*.parquet", "**/*.parquet", "x/**", "**/y/*", "x/*/[ab]?.parquet", "x*", "**"]
+)
+def test_globs_mean_the_same_on_s3(tmp_path: Path, pattern: str) -> None:
+    names = ["a.parquet", "x/a.parquet", "x/y/b1.parquet", "x/y/c1.parquet", "x/y/z/b1.parquet", "xa.parquet"]
+    for name in names:
+        write_input(tmp_path, ROWS[:1], name)
+    local = [p for p in glob.glob(pattern, root_dir=tmp_path / "in", recursive=True) if p in names]
+    assert sorted(n for n in names if glob_matches(pattern, n)) == sorted(local)
 
 
 def test_row_ids_count_through_a_list_of_files_in_its_order(tmp_path: Path, store: Store) -> None:

@@ -109,6 +109,7 @@ def test_text_inputs_and_globs(bucket: Store, name: str) -> None:
     else:
         text = "".join(json.dumps(r) + "\n" for r in ROWS)
     bucket.write_bytes(name.replace("*", "a"), text.encode())
+    bucket.write_bytes("in/below/b.jsonl", b"not of a glob that does not say `**`")
     plan = split(bucket, job(bucket, name), "run")
     texts = {r["row_id"]: r["input"]["text"] for r in frozen_rows(bucket, plan)}
     assert texts == {i: f"text {i}" for i in range(30)}
@@ -122,6 +123,9 @@ def test_delta_table_and_a_missing_object(bucket: Store) -> None:
     assert split(bucket, job(bucket, "in"), "run").rows == 40
     with pytest.raises(InputError, match="no such object"):
         split(bucket, job(bucket, "nothing", name="other"), "run")
+    bucket.write_bytes("text/a.txt", b"text")
+    with pytest.raises(InputError, match="1 objects, none with a known extension"):
+        split(bucket, job(bucket, "text", name="other"), "run")
 
 
 def begin_upload(bucket: Store, key: str) -> None:
