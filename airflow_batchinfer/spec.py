@@ -108,8 +108,8 @@ class InputSpec(_Strict):
 
     path: str | list[str] = Field(
         description=(
-            "File, folder, glob (only `**` crosses a `/`), or a list of them; local, `s3://` or a Delta table's "
-            "folder."
+            "File, folder, glob (only `**` crosses a `/`), or a list of them; local, `s3://` or a Delta "
+            "table's folder."
         )
     )
     format: Literal["auto", "parquet", "jsonl", "csv", "delta"] = Field(
