@@ -688,7 +688,10 @@ class JobSpec(_Strict):
     cost: CostSpec | None = Field(None, description="Prices, for the forecast and the report.")
     drift: DriftSpec = Field(default_factory=DriftSpec, description="Comparison with the last published run.")
     report: ReportSpec = Field(default_factory=ReportSpec, description="The report.")
-    export: list[ExportSpec] = Field(default_factory=list, description="Plain files of the results.")
+    export: list[ExportSpec] = Field(
+        default_factory=list,
+        description="Plain files of the run's own results; what replays resolve is in the table alone.",
+    )
     incremental: bool = Field(
         False,
         description=(

@@ -8,6 +8,7 @@ dead letters; it publishes nothing under its own name.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from airflow_batchinfer.run.layout import RunLayout, results_table, run_dir
 from airflow_batchinfer.run.outcome import Outcome, Reason
 from airflow_batchinfer.run.plan import InputFile, Plan, ReplayOf
 from airflow_batchinfer.run.shard import TRACKED_FIELDS
+from airflow_batchinfer.run.status import plans_of
 from airflow_batchinfer.spec import JobSpec
 from airflow_batchinfer.store import Store
 
@@ -125,14 +127,30 @@ def published_folder(store: Store, job: str, run_id: str | None) -> str:
         InputError: there is no such run.
     """
     if run_id is None:
-        newest = newest_published(store, job)
-        if newest is None:
+        run_id = _newest_run(store, job)
+        if run_id is None:
             raise InputError(f"job {job!r} has no published run in {store.uri}")
-        run_id = newest.run_id
     plan = newest_plan(store, job, run_id)
     if plan is None:
         raise InputError(f"{store.uri} holds no run {run_id!r} of job {job!r}: list them with `runs {job}`")
     return plan.folder
+
+
+def _newest_run(store: Store, job: str) -> str | None:
+    """Id of the published run that was planned last.
+
+    A run whose rows are all dead stands in no results, and a run whose folder was deleted stands nowhere
+    else: that one is to be missed, and not an older one repaired in its stead.
+    """
+    runs = {
+        datetime.fromisoformat(plan.created_at): plan.run_id
+        for plan in plans_of(store, job)
+        if plan.replay_of is None and store.exists(RunLayout(plan.folder).merge)
+    }
+    in_results = newest_published(store, job)
+    if in_results is not None:
+        runs[in_results.created_at] = in_results.run_id
+    return runs[max(runs)] if runs else None
 
 
 class LetterReader:

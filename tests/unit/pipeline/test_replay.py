@@ -12,7 +12,7 @@ import pytest
 from airflow_batchinfer.errors import InputError, PlanChangedError, SpecError, StaleLedgerError, StoreError
 from airflow_batchinfer.pipeline.merge import merge
 from airflow_batchinfer.pipeline.reconcile import reconcile
-from airflow_batchinfer.pipeline.replay import prepare_replay
+from airflow_batchinfer.pipeline.replay import prepare_replay, published_folder
 from airflow_batchinfer.pipeline.split import split
 from airflow_batchinfer.pipeline.standing import standing_of
 from airflow_batchinfer.run.layout import RunLayout
@@ -224,6 +224,20 @@ def test_replay_of_a_replay_or_of_an_open_run(tmp_path: Path, store: Store, home
     other = split(store, job(tmp_path), "unfinished")
     with pytest.raises(StaleLedgerError, match="no ledger"):
         prepare_replay(store, other.folder, "more")
+
+
+def test_the_newest_run_is_replayed_even_if_it_is_all_dead(tmp_path: Path, store: Store, home: Plan) -> None:
+    publish_run(store, prepare_replay(store, home.folder, "again"))
+    assert published_folder(store, "job", None) == home.folder
+    newest = split(store, home.spec, "newest")
+    assert published_folder(store, "job", None) == home.folder  # it is not published yet
+    publish_run(store, newest, dead=lambda _: Reason.TIMED_OUT)
+    assert published_folder(store, "job", None) == newest.folder
+    publish_run(store, prepare_replay(store, newest.folder, "mended"))
+    for info in list(store.list(newest.folder)):
+        store.delete(info.key)
+    with pytest.raises(InputError, match="holds no run 'newest'"):
+        published_folder(store, "job", None)
 
 
 def test_replay_waits_for_its_home_to_be_published(tmp_path: Path, store: Store) -> None:
