@@ -20,10 +20,10 @@ RUN_XCOM_KEY = "run"
 
 
 class BatchInferOperator(BaseOperator):
-    """Base of all operators here: nothing is templated, retries follow `FailureRetryPolicy`.
+    """Base of all operators here: nothing of a job is templated, retries follow `FailureRetryPolicy`.
 
     Airflow renders templated fields with its own Jinja and context, even values that come from XCom.
-    Job specs hold the user's templates, so no field of ours may be one of them.
+    Job specs hold the user's templates, so no field that holds a spec or rows may be one of them.
     """
 
     template_fields: Collection[str] = ()
