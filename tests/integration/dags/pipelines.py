@@ -52,9 +52,9 @@ model_job = batch_inference(
 
 with DAG("somebodys_own", params=PARAMS) as somebodys_own:
 
-    @task
-    def before() -> str:
-        return "done"
+    @task.branch
+    def before(params: dict[str, Any]) -> list[str]:
+        return ["inference.split"] if params["spec"] else []
 
     @task
     def after(published: dict[str, Any]) -> int:
