@@ -51,8 +51,9 @@ class Admission:
             piece.row.announced = 0
 
     def release(self, rows: Iterable[Row] = ()) -> None:
-        """Let all enter again, these rows first."""
-        freed = deque(piece for row in rows for piece in unanswered(row))
+        """Let all enter again, these rows first; a request that waits already keeps its place."""
+        waiting = {*self._ready, *(piece for _, _, piece in self._retries)}
+        freed = deque(piece for row in rows for piece in unanswered(row) if piece not in waiting)
         freed.extend(self._ready)
         freed.extend(self._held or ())
         self._ready, self._held = freed, None

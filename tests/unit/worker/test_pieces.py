@@ -206,6 +206,26 @@ def test_another_attempt_begins_with_a_clock_of_its_own() -> None:
     assert admission.overdue(10.0, now=210.5) is again
 
 
+def test_a_row_that_waits_is_queued_once_when_the_engine_dies_beside_it() -> None:
+    """Of a group that runs apart, one request waits for its next attempt, one for its turn, one dies."""
+    admission = Admission()
+    group = [row(i) for i in range(3)]
+    for suspect in group:
+        suspect.begin()
+    admission.set_apart(group)
+    for suspect in group:
+        suspect.announced = 1
+    flying = admission.take(2, announced=1)
+    failed = admission.answered(flying[0].key, now=1.0)
+    assert failed is not None
+    admission.retry(failed, 0.0)
+    assert admission.died() == [group[1]]
+    admission.release([group[0], group[2]])
+    for suspect in group:
+        suspect.announced = 2
+    assert [piece.key for piece in admission.take(9, announced=2)] == ["0/0/2", "2/0/1"]
+
+
 def test_a_row_of_several_requests_can_be_dropped_whole() -> None:
     admission = Admission()
     split = row(1, Prompt(text="a"), Prompt(text="b"), Prompt(text="c"))
