@@ -28,6 +28,7 @@ class VllmEngine:
         self._tokens_made = 0
         self._told_to_start = False
         self._killed = False
+        self._died: EngineDied | None = None
 
     def preload(self) -> None:
         """Start the host, which prepares vLLM at once and touches no accelerator before it is told to."""
@@ -67,10 +68,15 @@ class VllmEngine:
     def poll(self, timeout: float) -> list[Completion | RequestFailure]:
         process = self._running()
         finished: list[Completion | RequestFailure] = []
-        while (message := process.receive(0.0 if finished else timeout)) is not None:
-            finished.extend(self._read(message))
-            if not finished:  # news of progress only: let the caller look at its clock
-                break
+        try:
+            while (message := process.receive(0.0 if finished else timeout)) is not None:
+                finished.extend(self._read(message))
+                if not finished:  # news of progress only: let the caller look at its clock
+                    break
+        except EngineDied as error:
+            if not finished:
+                raise
+            self._died = error  # its turn is the next call: what is finished is paid for
         return finished
 
     def abort(self, keys: Sequence[str]) -> None:
@@ -92,6 +98,8 @@ class VllmEngine:
             process.close(_CLOSE_SECONDS if self._told_to_start else 0.0)
 
     def _running(self) -> EngineProcess:
+        if self._died is not None:
+            raise self._died
         if self._process is None:
             raise EngineDied("the engine is not running")
         return self._process
