@@ -143,7 +143,7 @@ class _Worker:
         # A store that fails is the better explanation of whatever else went wrong.
         error = self._writer.error or self._announcer.error or error
         if error is not None:
-            self._take_leave("failed", str(error), forget=False)
+            self._take_leave("failed", str(error), forget=not isinstance(error, EngineError))
             raise error
         code = exit_of(self._control, self._shards)
         self._take_leave(_STATES[code], self._control.message, forget=True)

@@ -36,7 +36,7 @@ _SILENT_AFTER = timedelta(seconds=60)
 
 
 class Suspects(Document):
-    """What one attempt may have in the engine. A clean exit removes it."""
+    """What one attempt may have in the engine. An end that is not the engine's removes it."""
 
     shard: int
     epoch: str
@@ -145,12 +145,14 @@ class Announcer:
         return self._number
 
     def close(self, *, forget: bool) -> None:
-        """End the thread; `forget` removes what was written, as after a clean exit."""
+        """End the thread; `forget` removes what was written, if the end says nothing against those rows."""
         self._queue.put(None)
         self._thread.join()
-        if forget and self.error is None:
-            for shard in self._named:
+        for shard in self._named if forget else ():
+            try:
                 self._store.delete(self._key_of(shard)[1])
+            except StoreError as error:  # it stays as after a kill: one such says little
+                log.warning("%s", error)
 
     def _write_all(self) -> None:
         while (item := self._queue.get()) is not None:
@@ -170,8 +172,8 @@ class Announcer:
         for shard, row_ids in rows.items():
             epoch, key = self._key_of(shard)
             suspects = Suspects(shard=shard, epoch=epoch, worker=self._worker, apart=apart, rows=row_ids)
+            self._named.add(shard)  # a write that fails may have gone through
             suspects.write(self._store, key)
-            self._named.add(shard)
         for shard in self._named - rows.keys():
             self._store.delete(self._key_of(shard)[1])
             self._named.discard(shard)

@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -375,6 +376,43 @@ def test_an_announcer_that_fails_in_any_way_says_so(tmp_path: Path) -> None:
     announcer.announce({7: [1]}, apart=False)
     announcer.close(forget=False)
     assert "cannot announce rows: KeyError: 7" in str(announcer.error)
+
+
+class ReadOnly(LocalStore):
+    """A store that has stopped taking writes."""
+
+    broken = False
+
+    def write_bytes(self, key: str, data: bytes) -> None:
+        if self.broken:
+            raise StoreError("cannot write: read-only")
+        super().write_bytes(key, data)
+
+    def delete(self, key: str) -> None:
+        if self.broken:
+            raise StoreError("cannot delete: read-only")
+        super().delete(key)
+
+
+def test_after_a_store_failure_suspects_are_forgotten_as_far_as_the_store_lets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(retrying, "_WAIT_SECONDS", ())
+    layout = RunLayout("job/runs/r")
+    for recovers in (True, False):
+        store = ReadOnly(tmp_path)
+        announcer = Announcer(store, lambda shard: ("e", layout.suspects(shard, "e")), "me")
+        announcer.announce({0: [1]}, apart=False)
+        while not announcer.idle:
+            time.sleep(0.001)
+        store.broken = True
+        announcer.announce({0: [2]}, apart=False)
+        while announcer.error is None:
+            time.sleep(0.001)
+        store.broken = not recovers
+        announcer.close(forget=True)
+        assert store.exists(layout.suspects(0, "e")) is not recovers
+    assert "cannot delete: read-only" in caplog.text
 
 
 def test_a_clean_exit_leaves_no_suspects(tmp_path: Path) -> None:
