@@ -390,7 +390,12 @@ class CheckpointSpec(_Strict):
 class RetrySpec(_Strict):
     """What is tried again inside a worker; Airflow's own retries are set on the task."""
 
-    invalid_attempts: int = Field(2, ge=1, description="Attempts at a row whose output is invalid, in all.")
+    invalid_attempts: int = Field(
+        2,
+        ge=1,
+        description="Attempts at a row whose output is invalid, in all; one where vLLM decodes greedily "
+        "(`temperature: 0`), as the next would say the same.",
+    )
     engine_attempts: int = Field(3, ge=1, description="Attempts at a row on transient engine errors, in all.")
     backoff_seconds: float = Field(
         1.0, ge=0, description="First wait before such an attempt, or one at a restart; doubles, up to 60 s."

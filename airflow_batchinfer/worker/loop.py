@@ -79,7 +79,9 @@ class Loop:
         """
         self._retry = spec.retry
         self._checkpoint = spec.checkpoint
+        self._invalid_attempts = spec.retry.invalid_attempts
         self._seed = spec.sampling.seed
+        self._draws = spec.sampling.temperature > 0
         self._judge = output_judge(spec)
         self._shards = shards
         self._open = list(shards)
@@ -153,6 +155,7 @@ class Loop:
             if not self._control.leaving:
                 self._info = self._engine.start()
                 self._window = self._info.max_in_flight
+                self._invalid_attempts = 1 if self._info.greedy else self._retry.invalid_attempts
         except EngineError:
             if not self._control.leaving:
                 raise
@@ -351,11 +354,11 @@ class Loop:
         output, reason, fault = self._judge(completion)
         if reason is not None:
             piece.invalid += 1
-            if piece.invalid < self._retry.invalid_attempts:
+            if piece.invalid < self._invalid_attempts:
                 self._admission.retry(piece, 0.0)
                 return
             if piece.invalid > 1:
-                fault = f"{fault} (attempt {piece.invalid}, with seed {self._seed + piece.tries - 1})"
+                fault = f"{fault} ({self._attempt(piece)})"
             self._finish(row, reason, message=fault, output=output, finish_reason=finish_reason)
             return
         row.cut_off |= finish_reason == "length"
@@ -370,10 +373,12 @@ class Loop:
                 output=output,
                 vector=completion.vector,
                 finish_reason="length" if row.cut_off else "stop",
-                message=None
-                if not piece.invalid
-                else f"attempt {piece.tries}, with seed {self._seed + piece.tries - 1}: invalid before",
+                message=f"{self._attempt(piece)}: invalid before" if piece.invalid else None,
             )
+
+    def _attempt(self, piece: Piece) -> str:
+        seed = f", with seed {self._seed + piece.tries - 1}" if self._draws else ""
+        return f"attempt {piece.tries}{seed}"
 
     def _failed(self, piece: Piece, failure: RequestFailure) -> None:
         piece.errors += 1

@@ -68,6 +68,8 @@ class EngineInfo:
     max_model_len: int | None
     """Tokens that prompt and answer may have together; none if the engine does not say."""
     options: dict[str, str] = field(default_factory=dict)
+    greedy: bool = False
+    """Whether seeds decide nothing: a prompt asked again gets practically the same answer."""
     keeps_row_timeout: bool = False
     """Whether the engine itself gives up (`TIMED_OUT`) what runs for longer than `retry.row_timeout_seconds`.
 

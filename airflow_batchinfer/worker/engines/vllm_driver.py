@@ -104,6 +104,7 @@ class VllmDriver:
             "max_in_flight": _IN_FLIGHT_BATCHES * scheduler.max_num_seqs,
             "max_model_len": model.max_model_len,
             "options": {name: str(value) for name, value in options.items()},
+            "greedy": self._parameters.greedy,
         }
 
     def add(self, key: str, seed: int, token_ids: list[int]) -> Result | None:

@@ -176,6 +176,7 @@ def all_faults(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, 
         texts(100, {10 + i: mark for i, mark in enumerate(MARKS)}),
         engine="FaultyEngine",
         task={"type": "choice", "labels": ["yes", "no"]},
+        sampling={"temperature": 0.7},
         retry=NO_WAIT,
         line={"max_dead": 1.0},
     )
@@ -184,6 +185,21 @@ def all_faults(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, 
     results = run.results()
     assert all(results[i]["outcome"] == "succeeded" for i in range(10))
     return {mark: results[10 + i] for i, mark in enumerate(MARKS)}
+
+
+def test_an_invalid_answer_is_not_paid_for_again_where_it_would_be_the_same(run: Run) -> None:
+    faults = {1: "<<invalid 9>>", 2: "<<transient 2>>"}
+    task = {"type": "choice", "labels": ["yes", "no"]}
+    run.plan(texts(4, faults), engine="FaultyEngine", options={"greedy": True}, task=task, retry=NO_WAIT)
+    assert run.work()[0] == ExitCode.COMMITTED
+    assert {row: result["attempts"] for row, result in run.results().items()} == {0: 1, 1: 1, 2: 3, 3: 1}
+
+
+def test_without_a_draw_no_seed_is_named(run: Run) -> None:
+    task = {"type": "choice", "labels": ["yes", "no"]}
+    run.plan(texts(4, {1: "<<invalid 1>>"}), engine="FaultyEngine", task=task)
+    assert run.work()[0] == ExitCode.COMMITTED
+    assert run.results()[1]["message"] == "attempt 2: invalid before"
 
 
 def test_rows_without_text_and_copies_are_counted(run: Run) -> None:
