@@ -208,6 +208,7 @@ def test_rows_without_text_and_copies_are_counted(run: Run) -> None:
     commit = run.commit()
     assert commit.counts == {"succeeded": 4, "rejected": 7}
     assert commit.reasons == {"empty_input": 7}
+    assert "4/4 rows (7 dead, " in run.progress().line()
     assert sum(run.paid().values()) == 2
 
 
