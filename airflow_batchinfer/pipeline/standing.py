@@ -37,7 +37,8 @@ def standing_of(store: Store, plan: Plan) -> Standing:
     """Count a published run's rows in the tables, and hold the sums against its account.
 
     Raises:
-        CorruptError: the tables and the account do not add up; says which sums differ.
+        CorruptError: the tables and the account do not add up; says which sums differ. Or the run is
+            published by another plan.
         FileNotFoundError: the run has no ledger.
     """
     ledger = Ledger.read(store, RunLayout(plan.folder).ledger)
@@ -46,6 +47,12 @@ def standing_of(store: Store, plan: Plan) -> Standing:
     table = open_table(store, key)
     if table is not None:
         dataset = dataset_of(store, key, table)
+        other = planned_otherwise(store, plan, dataset)
+        if other is not None:
+            raise CorruptError(
+                f"run {plan.run_id!r} is published by another plan, made {other.isoformat()}, not by "
+                f"{plan.folder}: count the run's newest generation"
+            )
         here = (ds.field("run_id") == plan.run_id) & (ds.field("row_id") >= 0)
         by_run = ds.field("merged_by") == plan.run_id
         own = dataset.count_rows(filter=here & by_run) - (plan.kept.rows if plan.kept else 0)

@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 
-from airflow_batchinfer.errors import InputError, PlanChangedError, SpecError, StaleLedgerError, StoreError
+from airflow_batchinfer.errors import (
+    CorruptError,
+    InputError,
+    PlanChangedError,
+    SpecError,
+    StaleLedgerError,
+    StoreError,
+)
 from airflow_batchinfer.pipeline.merge import merge
 from airflow_batchinfer.pipeline.reconcile import reconcile
 from airflow_batchinfer.pipeline.replay import prepare_replay, published_folder
@@ -311,6 +318,8 @@ def test_a_replay_leaves_a_restarted_run_alone(
         with pytest.raises(StaleLedgerError, match="published by another plan"):
             merge(store, plan.folder)
         assert (table_rows(store, "job/results"), table_rows(store, "dead_letters")) == before
+    with pytest.raises(CorruptError, match="count the run's newest generation"):
+        standing_of(store, home)
     with pytest.raises(StaleLedgerError, match="replay the run's newest generation"):
         prepare_replay(store, home.folder, "late")
 
