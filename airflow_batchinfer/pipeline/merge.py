@@ -260,7 +260,7 @@ class _Merge:
         )
 
     def _export(self) -> list[str]:
-        rows = OrderedRows(self._scratch / "ordered", self._columns.exact_schema)
+        rows = OrderedRows(self._scratch, self._columns.exact_schema)
         for batch in answered_of_run(self._store, self._plan, self._account):
             exact = self._columns.rows(batch, exact=True)
             if exact is not None:

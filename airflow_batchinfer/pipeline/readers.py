@@ -33,14 +33,9 @@ from airflow_batchinfer.pipeline.delta_log import damaged_log_file
 from airflow_batchinfer.pipeline.duck import MEMORY_LIMIT, scalar, sql_name, sql_text
 from airflow_batchinfer.pipeline.inputs import FoundFile, FoundTable, find_input
 from airflow_batchinfer.pipeline.tables import delta_words
-from airflow_batchinfer.run.parquet import UNREADABLE
+from airflow_batchinfer.run.parquet import UNREADABLE, batch_rows
 from airflow_batchinfer.run.plan import InputFile
 from airflow_batchinfer.spec import InputSpec
-
-BATCH_BYTES = 8 * 1024 * 1024
-"""Batches hold about so many bytes; one giant row makes a batch of its own."""
-
-MAX_BATCH_ROWS = 32_768
 
 MAX_LINE_BYTES = 16 * 1024 * 1024
 """Longest record of a text format."""
@@ -135,7 +130,7 @@ class ParquetReader(_Files):
             with self._open(found) as file:
                 self._check(file.schema_arrow, wanted, found.identity.uri)
                 try:
-                    for batch in file.iter_batches(_batch_rows(file.metadata), columns=list(columns)):
+                    for batch in file.iter_batches(batch_rows(file.metadata), columns=list(columns)):
                         batch.validate(full=True)  # a flipped byte may leave text that is no UTF-8
                         yield batch.select(list(columns)).cast(wanted)
                 except UNREADABLE as error:
@@ -206,7 +201,7 @@ class DeltaReader:
                 for batch in fragment.to_batches(
                     schema=self.schema,
                     columns=list(columns),
-                    batch_size=_batch_rows(fragment.metadata),
+                    batch_size=batch_rows(fragment.metadata),
                     batch_readahead=1,
                     fragment_readahead=0,
                 ):
@@ -575,12 +570,6 @@ def _delimiter(header: str, name: str) -> str:
     if ".tsv" in name.lower():
         return "\t"
     return max(",;\t|", key=header.count)
-
-
-def _batch_rows(metadata: pq.FileMetaData) -> int:
-    bytes_ = sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
-    per_row = max(1, bytes_ // max(1, metadata.num_rows))
-    return int(max(1, min(MAX_BATCH_ROWS, BATCH_BYTES // per_row)))
 
 
 def _first_line(error: BaseException | None) -> str:

@@ -23,6 +23,19 @@ UNREADABLE = (OSError, pa.ArrowException, UnicodeDecodeError)
 An `OSError` may also come of the store: `arrow_reads` tells."""
 
 
+_BATCH_BYTES = 8 * 1024 * 1024
+"""Batches hold about so many bytes; one giant row makes a batch of its own."""
+
+_BATCH_ROWS = 32_768
+
+
+def batch_rows(metadata: pq.FileMetaData, most: int = _BATCH_ROWS) -> int:
+    """How many rows to read at once of a file whose rows have this average size; at most `most`."""
+    bytes_ = sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
+    per_row = max(1, bytes_ // max(1, metadata.num_rows))
+    return int(max(1, min(most, _BATCH_BYTES // per_row)))
+
+
 @contextmanager
 def open_parquet(store: Store, key: str, remedy: str = "") -> Iterator[pq.ParquetFile]:
     """A Parquet object of the store, read without holding more of it than a row group's column pages.

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from airflow_batchinfer.errors import CorruptError, SpecError
+from airflow_batchinfer.pipeline import buckets
 from airflow_batchinfer.pipeline.replay import prepare_replay
 from airflow_batchinfer.pipeline.split import split
 from airflow_batchinfer.pipeline.standing import standing_of
@@ -78,6 +80,22 @@ def test_only_changed_and_new_rows_run(tmp_path: Path, store: Store) -> None:
     assert found["k5"]["row_id"] < 0
     assert set(found) == set(rows) | {"k5"}
     assert len(results(store, "one")) == 60
+
+
+def test_kept_rows_too_big_for_one_bucket(
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 20_000)
+    rows = {k: {**row, "who": str(i) * 5_000} for i, (k, row) in enumerate(first_night().items())}
+    export = [{"format": "parquet", "path": str(tmp_path / "{run_id}.parquet")}]
+    night(tmp_path, store, "one", rows)
+    plan = night(tmp_path, store, "two", dict(reversed(rows.items())), export=export)
+    assert plan.changes == {"unchanged": 60}
+    found = results(store, "two")
+    assert {k: (r["output"], r["who"]) for k, r in found.items()} == {
+        k: (f"one: {row['text']}", row["who"]) for k, row in rows.items()
+    }
+    assert pq.read_table(tmp_path / "two.parquet")["custom_id"].to_pylist() == list(reversed(rows))
 
 
 def test_nothing_changed_sends_nothing(tmp_path: Path, store: Store) -> None:
