@@ -157,6 +157,13 @@ def test_forecast_holds_the_truth_nine_times_in_ten(root: Path, tmp_path: Path) 
     assert inside >= 17
 
 
+def test_forecast_of_a_large_pilot_is_drawn_in_pieces(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = piloted(root, lambda row: {"output": row["label"], "output_tokens": int(row["id"][1:]) + 1})
+    whole = judge_pilot(run.store, run.folder).forecast
+    monkeypatch.setattr("airflow_batchinfer.pipeline.forecast._DRAWN_AT_ONCE", 35)
+    assert judge_pilot(run.store, run.folder).forecast == whole
+
+
 def test_wilson_interval_of_textbook() -> None:
     assert wilson(8, 10) == pytest.approx((0.4902, 0.9433), abs=1e-3)
     assert wilson(0, 10)[0] == 0.0
