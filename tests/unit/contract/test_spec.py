@@ -57,6 +57,7 @@ def _changed(path: str, value: Any) -> dict[str, Any]:
         ("model.backend", "vlm", "`backend` must be `vllm`, `openai` or `package.module:Class`"),
         ("model.base_url", "http://x", "belong to `backend: openai`"),
         ("model.engine", {"trust_remote_code": True}, "set `model.trust_remote_code`"),
+        ("model.engine", {"data_parallel_size": 2}, "workers at once are `sharding.max_parallel_shards`"),
         ("overlong", {"policy": "truncate"}, "needs `column`"),
         ("output.column", "row_id", "is taken by the results table"),
         ("input.carry", ["finish_reason"], "collides with a column of the results table"),
