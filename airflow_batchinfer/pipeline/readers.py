@@ -36,6 +36,7 @@ from airflow_batchinfer.pipeline.tables import delta_words
 from airflow_batchinfer.run.parquet import UNREADABLE, batch_rows
 from airflow_batchinfer.run.plan import InputFile
 from airflow_batchinfer.spec import InputSpec
+from airflow_batchinfer.store.arrow_errors import arrow_reads
 
 MAX_LINE_BYTES = 16 * 1024 * 1024
 """Longest record of a text format."""
@@ -124,15 +125,16 @@ class ParquetReader(_Files):
             raise InputError(f"{self.files[0].uri}: the column `{min(twice)}` is there twice; rename one")
 
     def batches(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-        """See `Reader.batches`. Raises `InputError` naming what cannot be read."""
+        """See `Reader.batches`. Raises `InputError`, `StoreError` naming what cannot be read."""
         wanted = pa.schema([self.schema.field(c) for c in columns])
         for found in self._found:
             with self._open(found) as file:
                 self._check(file.schema_arrow, wanted, found.identity.uri)
                 try:
-                    for batch in file.iter_batches(batch_rows(file.metadata), columns=list(columns)):
-                        batch.validate(full=True)  # a flipped byte may leave text that is no UTF-8
-                        yield batch.select(list(columns)).cast(wanted)
+                    with arrow_reads(found.identity.uri):
+                        for batch in file.iter_batches(batch_rows(file.metadata), columns=list(columns)):
+                            batch.validate(full=True)  # a flipped byte may leave text that is no UTF-8
+                            yield batch.select(list(columns)).cast(wanted)
                 except UNREADABLE as error:
                     raise InputError(
                         f"{found.identity.uri} is damaged: {_first_line(error)}; write it anew"
@@ -143,10 +145,11 @@ class ParquetReader(_Files):
         filesystem, root = found.store.filesystem()
         uri = found.identity.uri
         try:
-            # No pre-buffering: it would hold a whole row group's bytes at once.
-            file = pq.ParquetFile(
-                f"{root}/{found.key}", filesystem=filesystem, pre_buffer=False, buffer_size=1024 * 1024
-            )
+            with arrow_reads(uri):
+                # No pre-buffering: it would hold a whole row group's bytes at once.
+                file = pq.ParquetFile(
+                    f"{root}/{found.key}", filesystem=filesystem, pre_buffer=False, buffer_size=1024 * 1024
+                )
         except UNREADABLE as error:
             raise InputError(
                 f"{uri} cannot be read as Parquet: {_first_line(error)}; "
@@ -195,18 +198,19 @@ class DeltaReader:
         self.warnings: list[str] = []
 
     def batches(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-        """See `Reader.batches`. Raises `InputError` naming what cannot be read."""
+        """See `Reader.batches`. Raises `InputError`, `StoreError` naming what cannot be read."""
         for fragment in self._fragments:
             try:
-                for batch in fragment.to_batches(
-                    schema=self.schema,
-                    columns=list(columns),
-                    batch_size=batch_rows(fragment.metadata),
-                    batch_readahead=1,
-                    fragment_readahead=0,
-                ):
-                    batch.validate(full=True)
-                    yield batch
+                with arrow_reads(self.files[0].uri):
+                    for batch in fragment.to_batches(
+                        schema=self.schema,
+                        columns=list(columns),
+                        batch_size=batch_rows(fragment.metadata),
+                        batch_readahead=1,
+                        fragment_readahead=0,
+                    ):
+                        batch.validate(full=True)
+                        yield batch
             except UNREADABLE as error:
                 raise InputError(
                     f"{self.files[0].uri}: {fragment.path} is damaged, or a vacuum has removed it: "
@@ -236,7 +240,7 @@ class CsvReader(_Files):
         self.schema = pa.schema([(name, pa.string()) for name in self._names[0]])
 
     def batches(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-        """See `Reader.batches`. Raises `InputError` naming what cannot be read."""
+        """See `Reader.batches`. Raises `InputError`, `StoreError` naming what cannot be read."""
         for file, delimiter, names in zip(self._found, self._delimiters, self._names, strict=True):
             uri = file.identity.uri
             for column in columns:
@@ -247,8 +251,9 @@ class CsvReader(_Files):
                     )
             with self._open(file, delimiter, names) as reader:
                 try:
-                    for batch in reader:
-                        yield batch.select(list(columns))
+                    with arrow_reads(uri):
+                        for batch in reader:
+                            yield batch.select(list(columns))
                 except UNREADABLE as error:
                     raise InputError(
                         f"{uri} is no good CSV: {_first_line(error)}; correct the line"
@@ -263,6 +268,7 @@ class CsvReader(_Files):
         types = None if names is None else {name: pa.string() for name in names}
         try:
             with (
+                arrow_reads(uri),
                 filesystem.open_input_stream(f"{root}/{file.key}", compression=file.compression) as stream,
                 pc_csv.open_csv(
                     stream,
@@ -294,7 +300,7 @@ class JsonlReader(_Files):
             self.schema = self._arrow_schema(connection)
 
     def batches(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-        """See `Reader.batches`. Raises `InputError` naming what cannot be read."""
+        """See `Reader.batches`. Raises `InputError`, `StoreError` naming what cannot be read."""
         wanted = pa.schema([self.schema.field(c) for c in columns])
         for path, found in zip(self._paths, self._found, strict=True):
             query = f"SELECT {self._select(columns)} FROM {self._lines(path, found)}"
@@ -555,7 +561,10 @@ def _head(found: FoundFile) -> str:
     """The header line of a CSV file."""
     filesystem, root = found.store.filesystem()
     try:
-        with filesystem.open_input_stream(f"{root}/{found.key}", compression=found.compression) as stream:
+        with (
+            arrow_reads(found.identity.uri),
+            filesystem.open_input_stream(f"{root}/{found.key}", compression=found.compression) as stream,
+        ):
             head = stream.read(64 * 1024)
     except UNREADABLE as error:
         raise InputError(f"{found.identity.uri} cannot be read as CSV: {_first_line(error)}") from error

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from airflow_batchinfer.cli import main
-from airflow_batchinfer.errors import InputError
+from airflow_batchinfer.errors import InputError, StoreError
 from airflow_batchinfer.pipeline.housekeeping import delete_runs, delete_unfinished, vacuum_tables
 from airflow_batchinfer.pipeline.merge import merge
 from airflow_batchinfer.pipeline.replay import prepare_replay
@@ -126,6 +126,21 @@ def test_delta_table_and_a_missing_object(bucket: Store) -> None:
     bucket.write_bytes("text/a.txt", b"text")
     with pytest.raises(InputError, match="1 objects, none with a known extension"):
         split(bucket, job(bucket, "text", name="other"), "run")
+
+
+@pytest.mark.parametrize("name", ["in/a.parquet", "in/a.csv"])
+def test_an_input_that_cannot_be_read_now_is_not_taken_for_a_damaged_one(
+    server: S3Server, bucket: Store, name: str
+) -> None:
+    from tests.s3 import FaultyProxy
+
+    put_parquet(bucket, "in/a.parquet", ROWS)
+    bucket.write_bytes("in/a.csv", b"id,text,who\n1,a,b\n")
+    with FaultyProxy(server.endpoint_url) as proxy:
+        proxy.rule = lambda method, path: "denied" if path.endswith(name) else None
+        shaken = open_store(bucket.uri, {"endpoint_url": proxy.endpoint_url})
+        with pytest.raises(StoreError, match=f"cannot read .*{name}: .*ACCESS_DENIED"):
+            split(bucket, job(shaken, name, store=bucket.uri, storage_options=bucket.options()), "run")
 
 
 def begin_upload(bucket: Store, key: str) -> None:
