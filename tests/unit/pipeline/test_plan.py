@@ -10,6 +10,7 @@ import pytest
 from airflow_batchinfer.errors import CorruptError, PlanChangedError, SpecError, StoreError
 from airflow_batchinfer.pipeline.split import load_plan, split
 from airflow_batchinfer.run.layout import RunLayout
+from airflow_batchinfer.spec import OutputSpec
 from airflow_batchinfer.store import Store
 from tests.unit.pipeline.runs import frozen_copies, frozen_rows, job, publish_run, read, write_input
 
@@ -190,6 +191,8 @@ def test_table_with_another_type_of_a_carried_column_is_found_before_spending(
     write_input(tmp_path, [{"text": "a", "score": 1.5}])
     with pytest.raises(StoreError, match=r"column `in_score` of the table is int64, and this run's is d"):
         split(store, spec, "two")
+    with pytest.raises(StoreError, match="the table has a column `in_score`, and this run's is `IN_score`"):
+        split(store, spec.model_copy(update={"output": OutputSpec(carry_prefix="IN_")}), "two")
     write_input(tmp_path, [{"text": "a", "score": 2}])
     split(store, spec, "two")
 
