@@ -28,7 +28,7 @@ from pydantic import (
 from pydantic_core import PydanticSerializationError, to_jsonable_python
 
 from airflow_batchinfer.errors import SpecError
-from airflow_batchinfer.run.outcome import Reason
+from airflow_batchinfer.outcome import Reason
 from airflow_batchinfer.store.options import S3Options
 
 MAX_MAPPED_TASKS = 1024

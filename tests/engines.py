@@ -36,7 +36,7 @@ from typing import Any
 
 from airflow_batchinfer import errors
 from airflow_batchinfer.errors import EngineError
-from airflow_batchinfer.run.outcome import Reason
+from airflow_batchinfer.outcome import Reason
 from airflow_batchinfer.spec import ChoiceTask, EmbedTask, JobSpec, JsonTask, RegexTask
 from airflow_batchinfer.worker.engines.base import (
     Completion,

@@ -10,6 +10,7 @@ from typing import Literal
 from pydantic import Field
 
 from airflow_batchinfer.errors import GateError, IncompleteRunError
+from airflow_batchinfer.outcome import Outcome, Reason
 from airflow_batchinfer.pipeline.answers import ShardAnswers, shards_of
 from airflow_batchinfer.pipeline.forecast import Forecast, Interval, forecast
 from airflow_batchinfer.pipeline.labels import LabelCounter, LabelScores
@@ -20,7 +21,6 @@ from airflow_batchinfer.pipeline.verdict import Check
 from airflow_batchinfer.pipeline.words import amount, duration
 from airflow_batchinfer.run.document import Document, Timestamp
 from airflow_batchinfer.run.layout import RunLayout
-from airflow_batchinfer.run.outcome import Outcome, Reason
 from airflow_batchinfer.run.plan import Plan
 from airflow_batchinfer.spec import JobSpec
 from airflow_batchinfer.store import Store

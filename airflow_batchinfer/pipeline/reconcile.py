@@ -20,12 +20,12 @@ import pyarrow.compute as pc
 from pyroaring import BitMap64
 
 from airflow_batchinfer.errors import CorruptError, IncompleteRunError
+from airflow_batchinfer.outcome import Outcome
 from airflow_batchinfer.pipeline.split import load_plan
 from airflow_batchinfer.run.commit import Commit, Tokens, commits_of
 from airflow_batchinfer.run.integrity import commit_problems, withdraw_commit
 from airflow_batchinfer.run.layout import RunLayout
 from airflow_batchinfer.run.ledger import Ledger, LedgerShard
-from airflow_batchinfer.run.outcome import Outcome
 from airflow_batchinfer.run.parquet import open_parquet
 from airflow_batchinfer.run.plan import Plan, PlannedShard
 from airflow_batchinfer.run.progress import latest_progress

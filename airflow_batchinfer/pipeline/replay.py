@@ -19,6 +19,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from airflow_batchinfer.errors import InputError, PlanChangedError, SpecError, StaleLedgerError
+from airflow_batchinfer.outcome import Outcome, Reason
 from airflow_batchinfer.pipeline.accounting import answered_of_run, current_account
 from airflow_batchinfer.pipeline.answered import AnsweredBatch
 from airflow_batchinfer.pipeline.freeze import freeze, storable
@@ -36,7 +37,6 @@ from airflow_batchinfer.pipeline.standing import merged_rows, planned_otherwise
 from airflow_batchinfer.pipeline.tables import check_table_types, dataset_of, open_table
 from airflow_batchinfer.run.epoch import new_epoch
 from airflow_batchinfer.run.layout import RunLayout, results_table, run_dir
-from airflow_batchinfer.run.outcome import Outcome, Reason
 from airflow_batchinfer.run.plan import InputFile, Plan, ReplayOf
 from airflow_batchinfer.run.shard import TRACKED_FIELDS
 from airflow_batchinfer.run.status import plans_of

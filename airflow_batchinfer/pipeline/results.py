@@ -12,11 +12,11 @@ import pyarrow.compute as pc
 import pyarrow.dataset as ds
 
 from airflow_batchinfer.errors import SpecError
+from airflow_batchinfer.outcome import Outcome
 from airflow_batchinfer.pipeline.answered import AnsweredBatch
 from airflow_batchinfer.pipeline.outputs import OutputColumns
 from airflow_batchinfer.pipeline.tables import dataset_of, delta_type, open_table
 from airflow_batchinfer.run.layout import results_table
-from airflow_batchinfer.run.outcome import Outcome
 from airflow_batchinfer.run.plan import Plan
 from airflow_batchinfer.run.shard import TRACKED_FIELDS
 from airflow_batchinfer.spec import RESERVED_OUTPUT_COLUMNS, JobSpec

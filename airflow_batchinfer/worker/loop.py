@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 
 from airflow_batchinfer.errors import BatchInferError, EngineError, ExitCode, SpecError
-from airflow_batchinfer.run.outcome import Reason, outcome_of
+from airflow_batchinfer.outcome import Reason, outcome_of
 from airflow_batchinfer.spec import JobSpec
 from airflow_batchinfer.worker.admission import Admission
 from airflow_batchinfer.worker.checkpoint import PartWriter

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 import pyarrow as pa
 
 from airflow_batchinfer.errors import InputError
+from airflow_batchinfer.outcome import Reason
 from airflow_batchinfer.prompts.builder import Prepared, PromptBuilder, Rejected
 from airflow_batchinfer.prompts.tokens import context_length, load_tokenizer
 from airflow_batchinfer.run.layout import RunLayout
-from airflow_batchinfer.run.outcome import Reason
 from airflow_batchinfer.run.plan import Plan
 from airflow_batchinfer.run.shard import COPIES, INPUT, ROW_ID
 from airflow_batchinfer.spec import JobSpec

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from airflow_batchinfer.errors import CorruptError
+from airflow_batchinfer.outcome import Outcome, Reason, outcome_of
 from airflow_batchinfer.prompts.builder import Prepared, Prompt
 from airflow_batchinfer.run.commit import Tokens
-from airflow_batchinfer.run.outcome import Outcome, Reason, outcome_of
 from airflow_batchinfer.run.plan import PlannedShard
 from airflow_batchinfer.worker.resume import Resumed
 

@@ -20,7 +20,7 @@ import httpx
 import pytest
 
 from airflow_batchinfer.errors import EngineError, SpecError
-from airflow_batchinfer.run.outcome import Reason
+from airflow_batchinfer.outcome import Reason
 from airflow_batchinfer.spec import JobSpec
 from airflow_batchinfer.worker.engines import load_engine
 from airflow_batchinfer.worker.engines.base import EngineDied, RequestFailure

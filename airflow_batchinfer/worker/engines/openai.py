@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import httpx
 
 from airflow_batchinfer.errors import EngineError, SpecError
-from airflow_batchinfer.run.outcome import Reason
+from airflow_batchinfer.outcome import Reason
 from airflow_batchinfer.spec import ChoiceTask, EmbedTask, JobSpec, JsonTask, RegexTask
 from airflow_batchinfer.worker.engines.base import Completion, EngineDied, EngineInfo, Request, RequestFailure
 from airflow_batchinfer.worker.engines.concurrency import AdaptiveLimit

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from airflow_batchinfer.errors import EngineError, SpecError
-from airflow_batchinfer.run.outcome import Reason
+from airflow_batchinfer.outcome import Reason
 from airflow_batchinfer.spec import JobSpec
 from airflow_batchinfer.worker.engines.base import Completion, EngineDied, EngineInfo, Request, RequestFailure
 from airflow_batchinfer.worker.engines.process import EngineProcess, Message

@@ -18,7 +18,7 @@ from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.usage.usage_lib import UsageContext
 
 from airflow_batchinfer.errors import SpecError
-from airflow_batchinfer.run.outcome import Reason
+from airflow_batchinfer.outcome import Reason
 from airflow_batchinfer.spec import ChoiceTask, JobSpec, JsonTask, RegexTask
 from airflow_batchinfer.worker.engines.vllm_options import engine_config
 from airflow_batchinfer.worker.engines.vllm_parameters import Parameters

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from airflow_batchinfer.cli import main
+from airflow_batchinfer.outcome import Reason
 from airflow_batchinfer.pipeline.housekeeping import delete_orphans, delete_runs, vacuum_tables
 from airflow_batchinfer.pipeline.merge import merge
 from airflow_batchinfer.pipeline.reconcile import reconcile
@@ -17,7 +18,6 @@ from airflow_batchinfer.pipeline.replay import prepare_replay
 from airflow_batchinfer.pipeline.split import split
 from airflow_batchinfer.pipeline.standing import standing_of
 from airflow_batchinfer.run.layout import RunLayout, runs_dir
-from airflow_batchinfer.run.outcome import Reason
 from airflow_batchinfer.run.plan import Plan
 from airflow_batchinfer.store import Store
 from tests.unit.pipeline.runs import commit_shard, job, publish_run, table_rows, write_input

@@ -11,11 +11,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from airflow_batchinfer.errors import CorruptError, SpecError
+from airflow_batchinfer.outcome import Reason
 from airflow_batchinfer.pipeline import buckets
 from airflow_batchinfer.pipeline.replay import prepare_replay
 from airflow_batchinfer.pipeline.split import split
 from airflow_batchinfer.pipeline.standing import standing_of
-from airflow_batchinfer.run.outcome import Reason
 from airflow_batchinfer.run.plan import Plan
 from airflow_batchinfer.spec import JobSpec
 from airflow_batchinfer.store import Store

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from airflow_batchinfer.errors import BatchInferError, CorruptError, GateError, StaleLedgerError, StoreError
+from airflow_batchinfer.outcome import Reason
 from airflow_batchinfer.pipeline import tables
 from airflow_batchinfer.pipeline.accounting import answered_of_run, current_account
 from airflow_batchinfer.pipeline.merge import merge
@@ -22,7 +23,6 @@ from airflow_batchinfer.pipeline.reconcile import reconcile
 from airflow_batchinfer.pipeline.split import split
 from airflow_batchinfer.run.commit import chosen_commit
 from airflow_batchinfer.run.layout import RunLayout
-from airflow_batchinfer.run.outcome import Reason
 from airflow_batchinfer.run.plan import Plan
 from airflow_batchinfer.store import Store
 from tests.unit.pipeline.runs import commit_run, commit_shard, job, publish_run, table_rows, write_input

@@ -15,13 +15,13 @@ import pytest
 
 from airflow_batchinfer.cli import main
 from airflow_batchinfer.errors import InputError, StoreError
+from airflow_batchinfer.outcome import Reason
 from airflow_batchinfer.pipeline.housekeeping import delete_runs, delete_unfinished, vacuum_tables
 from airflow_batchinfer.pipeline.merge import merge
 from airflow_batchinfer.pipeline.replay import prepare_replay
 from airflow_batchinfer.pipeline.split import split
 from airflow_batchinfer.pipeline.standing import standing_of
 from airflow_batchinfer.run.layout import RunLayout
-from airflow_batchinfer.run.outcome import Reason
 from airflow_batchinfer.spec import JobSpec
 from airflow_batchinfer.store import Store, open_store
 from tests.unit.pipeline.runs import frozen_rows, publish_run, table_rows

@@ -9,13 +9,13 @@ import pytest
 
 from airflow_batchinfer.errors import IncompleteRunError, InputError
 from airflow_batchinfer.operators.shard_work import ShardWork
+from airflow_batchinfer.outcome import Reason
 from airflow_batchinfer.pipeline.reconcile import reconcile
 from airflow_batchinfer.pipeline.split import split
 from airflow_batchinfer.run.commit import Commit, chosen_commit
 from airflow_batchinfer.run.integrity import sound_commit
 from airflow_batchinfer.run.layout import RunLayout
 from airflow_batchinfer.run.ledger import Ledger
-from airflow_batchinfer.run.outcome import Reason
 from airflow_batchinfer.run.plan import Plan
 from airflow_batchinfer.store import Store
 from tests.unit.pipeline.runs import commit_run, commit_shard, job, write_input

@@ -15,9 +15,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from airflow_batchinfer.errors import SpecError, StoreError
+from airflow_batchinfer.outcome import Reason
 from airflow_batchinfer.prompts.builder import Prepared, Prompt
 from airflow_batchinfer.run.layout import RunLayout
-from airflow_batchinfer.run.outcome import Reason
 from airflow_batchinfer.run.plan import PlannedShard
 from airflow_batchinfer.store import LocalStore
 from airflow_batchinfer.worker import retrying

@@ -1,4 +1,4 @@
-"""What became of a row, and why."""
+"""What became of a row, and why: the words that spec, run and reports share."""
 
 from __future__ import annotations
 
