@@ -27,6 +27,9 @@ Runtime = Literal["local", "kubernetes"]
 """Where workers run: a process beside Airflow's task, or a pod each."""
 
 
+_NAME_THE_IMAGE = frozenset({"image", "pod_template_file", "pod_template_dict", "full_pod_spec"})
+
+
 @dataclass(frozen=True, kw_only=True)
 class PipelineOptions:
     """How Airflow runs a pipeline, whatever the job."""
@@ -39,7 +42,7 @@ class PipelineOptions:
     pool_slots: int = 1
     """Slots that one infer task takes in the pool."""
     retries: int = 2
-    """Retries of all tasks but reconcile, report and gate, after a failure that may pass."""
+    """Retries of each task, after a failure that may pass."""
     retry_delay: timedelta = timedelta(seconds=30)
     """Wait before the first retry; each next wait is twice as long."""
     store_conn_id: str | None = None
@@ -99,7 +102,7 @@ def batch_inference(
 
     Raises:
         SpecError: the spec is not valid (Airflow shows it as the file's import error).
-        ValueError: `dag_id` is missing, or DAG arguments were given for a task group.
+        ValueError: `dag_id` is missing, DAG arguments were given for a task group, or the pods have no image.
     """
     options = PipelineOptions(
         runtime=runtime,
@@ -211,7 +214,7 @@ def _is_judged(job: JobSpec | None, options: PipelineOptions) -> bool:
 
 
 def _patient(options: PipelineOptions) -> dict[str, Any]:
-    """Arguments of tasks that are tried again."""
+    """Arguments of all tasks: who reaches the store, and how they are tried again."""
     return {
         "store_conn_id": options.store_conn_id,
         "retries": options.retries,
@@ -233,17 +236,16 @@ def _build_rest(
         options: see `PipelineOptions`.
     """
     patient = _patient(options)
-    common: dict[str, Any] = {"store_conn_id": options.store_conn_id}
-    run = {"split_task_id": planner.task_id}
+    on_run = {"split_task_id": planner.task_id, **patient}
     infer = _infer(options, job, "infer", fleet, patient)
-    reconcile = ReconcileOperator(task_id="reconcile", trigger_rule=TriggerRule.ALL_DONE, **run, **common)
+    reconcile = ReconcileOperator(task_id="reconcile", trigger_rule=TriggerRule.ALL_DONE, **on_run)
     judge = _judge(planner, job, options)
     # The judge is skipped if the job turns out to have none.
     after_judge = TriggerRule.NONE_FAILED if judge else TriggerRule.ALL_SUCCESS
-    validate = ValidateOperator(task_id="validate", trigger_rule=after_judge, **run, **patient)
-    merge = MergeOperator(task_id="merge", **run, **patient)
-    report = ReportOperator(task_id="report", trigger_rule=TriggerRule.ALL_DONE, **run, **common)
-    gate = GateOperator(task_id="gate", trigger_rule=TriggerRule.ALL_DONE, **run, **common)
+    validate = ValidateOperator(task_id="validate", trigger_rule=after_judge, **on_run)
+    merge = MergeOperator(task_id="merge", **on_run)
+    report = ReportOperator(task_id="report", trigger_rule=TriggerRule.ALL_DONE, **on_run)
+    gate = GateOperator(task_id="gate", trigger_rule=TriggerRule.ALL_DONE, **on_run)
     chain(infer, reconcile, *judge, validate, merge, report, gate)
 
 
@@ -266,7 +268,7 @@ def _infer(
     """The mapped infer task over the bundles that another task returns."""
     sharding = job.sharding if job else ShardingSpec()
     placement = {"pool": options.pool, "pool_slots": options.pool_slots} if options.pool else {}
-    return (
+    infer = (
         _infer_operator(options.runtime)
         .partial(
             task_id=task_id,
@@ -278,6 +280,19 @@ def _infer(
         )
         .expand(bundle=bundles.output)
     )
+    if options.runtime == "kubernetes":
+        _check_image(options, infer)
+    return infer
+
+
+def _check_image(options: PipelineOptions, infer: Any) -> None:
+    """Kubernetes would say the same, but only once split has read all input."""
+    given = {*options.infer_arguments, *infer.dag.default_args, *infer.task_group.default_args}
+    if not given & _NAME_THE_IMAGE:
+        raise ValueError(
+            "`infer_arguments`: the pods have no image. Give `image` (REGISTRY/batchinfer-worker, say) or "
+            "a pod template that names it; docs/kubernetes.md shows how to build it"
+        )
 
 
 def _infer_operator(runtime: Runtime) -> type[BaseOperator]:

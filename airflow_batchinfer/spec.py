@@ -28,6 +28,7 @@ from pydantic import (
 from pydantic_core import PydanticSerializationError, to_jsonable_python
 
 from airflow_batchinfer.errors import SpecError
+from airflow_batchinfer.outcome import Reason
 from airflow_batchinfer.store.options import S3Options
 
 MAX_MAPPED_TASKS = 1024
@@ -106,7 +107,10 @@ class InputSpec(_Strict):
     """The dataset: which files, and which columns matter besides those the prompt names."""
 
     path: str | list[str] = Field(
-        description="File, folder, glob, or a list of them; local, `s3://` or a Delta table's folder."
+        description=(
+            "File, folder, glob (only `**` crosses a `/`), or a list of them; local, `s3://` or a Delta "
+            "table's folder."
+        )
     )
     format: Literal["auto", "parquet", "jsonl", "csv", "delta"] = Field(
         "auto", description="`auto` goes by the file's extension (`.gz` and `.zst` are looked through)."
@@ -259,6 +263,14 @@ class ModelSpec(_Strict):
                 )
         if "trust_remote_code" in self.engine:
             raise ValueError("set `model.trust_remote_code`, not `model.engine.trust_remote_code`")
+        replicas = [name for name in self.engine if name.startswith("data_parallel")]
+        if (
+            replicas and self.backend == "vllm"
+        ):  # vLLM's own class for batches refuses it as well: it may hang
+            raise ValueError(
+                f"leave out `engine.{replicas[0]}`: a worker's engine is one replica of the model; more "
+                "workers at once are `sharding.max_parallel_shards`"
+            )
         return self
 
 
@@ -386,12 +398,19 @@ class CheckpointSpec(_Strict):
 class RetrySpec(_Strict):
     """What is tried again inside a worker; Airflow's own retries are set on the task."""
 
-    invalid_attempts: int = Field(2, ge=1, description="Attempts at a row whose output is invalid, in all.")
+    invalid_attempts: int = Field(
+        2,
+        ge=1,
+        description="Attempts at a row whose output is invalid, in all; one where vLLM decodes greedily "
+        "(`temperature: 0`), as the next would say the same.",
+    )
     engine_attempts: int = Field(3, ge=1, description="Attempts at a row on transient engine errors, in all.")
     backoff_seconds: float = Field(
         1.0, ge=0, description="First wait before such an attempt, or one at a restart; doubles, up to 60 s."
     )
-    row_timeout_seconds: float = Field(600.0, gt=0, description="A row in the engine for longer is aborted.")
+    row_timeout_seconds: float = Field(
+        600.0, gt=0, description="A row that runs for longer is aborted; waiting in a queue does not count."
+    )
     stall_seconds: float = Field(
         300.0, gt=0, description="An engine that makes no token for so long while rows wait is restarted."
     )
@@ -415,7 +434,11 @@ class OverLongSpec(_Strict):
     )
     overlap_tokens: int = Field(64, ge=0, description="`split`: tokens that neighbouring windows share.")
     combine: Literal["concat", "list", "majority"] = Field(
-        "concat", description="`split`: how the windows' answers become one."
+        "concat",
+        description=(
+            "`split`: how the windows' answers become one: `concat` or `list` for `task.type: generate`, "
+            "`majority` for `choice`; other tasks have no way."
+        ),
     )
     separator: str = Field("\n", description="`split` with `concat`: put between the answers.")
 
@@ -426,14 +449,22 @@ class OverLongSpec(_Strict):
         return self
 
 
+_COMBINATIONS = {"generate": ("concat", "list"), "choice": ("majority",)}
+"""By task, the `overlong.combine` whose outcome is again an answer of the task."""
+
+
 class FailureSpec(_Strict):
     """How much may go wrong before the gate holds the results back."""
 
     max_dead_fraction: float = Field(
         0.05, ge=0.0, le=1.0, description="Most dead letters, as a fraction of the input rows."
     )
-    max_dead_by_reason: dict[str, float] = Field(
-        default_factory=dict, description="The same for single reasons, e.g. `over_long: 0.01`."
+    max_dead_by_reason: dict[Reason, Annotated[float, Field(ge=0.0, le=1.0)]] = Field(
+        default_factory=dict,
+        description=(
+            "The same for single reasons, e.g. `over_long: 0.01`. Reasons are "
+            f"{', '.join(f'`{reason}`' for reason in Reason)}."
+        ),
     )
 
 
@@ -489,6 +520,15 @@ class LineSpec(_Strict):
         None, ge=0.0, le=1.0, description="Most rows with one and the same output."
     )
 
+    @model_validator(mode="after")
+    def _judges_at_all(self) -> Self:
+        if self.min_rows > self.window:
+            raise ValueError(
+                f"`min_rows` ({self.min_rows}) is more than `window` ({self.window}) holds: nothing would be "
+                "judged"
+            )
+        return self
+
 
 class PilotSpec(_Strict):
     """A sample that runs before the fleet, as shard 0: its results count and are not paid again."""
@@ -504,7 +544,7 @@ class PilotSpec(_Strict):
 class GateSpec(_Strict):
     """What the pilot must show before the fleet may start, and the judge before results are published.
 
-    A limit left out is not checked.
+    A limit left out is not checked. All but `min_judge_pass` need a `pilot`.
     """
 
     max_dead_fraction: float | None = Field(
@@ -578,6 +618,12 @@ class JudgeSpec(_Strict):
         return self
 
 
+_LIMITS_ON_TEXT = (
+    *("gate.max_empty_fraction", "gate.max_length_fraction", "gate.max_identical_fraction"),
+    *("line.max_empty", "line.max_length", "line.max_identical"),
+)
+
+
 class CostSpec(_Strict):
     """Prices, to turn held time and tokens into money. A price left out counts as nothing."""
 
@@ -588,6 +634,11 @@ class CostSpec(_Strict):
     )
     per_million_cached_tokens: float = Field(0.0, ge=0.0, description="Prompt tokens served from a cache.")
     per_million_output_tokens: float = Field(0.0, ge=0.0, description="Tokens of answers.")
+
+    @property
+    def free(self) -> bool:
+        """Whether there is no price at all."""
+        return self == CostSpec(currency=self.currency)
 
 
 class DriftSpec(_Strict):
@@ -650,7 +701,10 @@ class JobSpec(_Strict):
     cost: CostSpec | None = Field(None, description="Prices, for the forecast and the report.")
     drift: DriftSpec = Field(default_factory=DriftSpec, description="Comparison with the last published run.")
     report: ReportSpec = Field(default_factory=ReportSpec, description="The report.")
-    export: list[ExportSpec] = Field(default_factory=list, description="Plain files of the results.")
+    export: list[ExportSpec] = Field(
+        default_factory=list,
+        description="Plain files of the run's own results; what replays resolve is in the table alone.",
+    )
     incremental: bool = Field(
         False,
         description=(
@@ -701,8 +755,6 @@ class JobSpec(_Strict):
                 )
         if self.incremental and self.input.id_column is None:
             raise ValueError("`incremental` needs `input.id_column`: rows are told apart by it")
-        if self.overlong.combine == "majority" and not isinstance(self.task, ChoiceTask):
-            raise ValueError("`overlong.combine: majority` is for `task.type: choice`")
         if self.validation.min_accuracy is not None and not (
             self.input.truth and isinstance(self.task, ChoiceTask)
         ):
@@ -711,16 +763,47 @@ class JobSpec(_Strict):
             self.input.truth and isinstance(self.task, ChoiceTask)
         ):
             raise ValueError("`gate.min_accuracy` needs `input.truth` and `task.type: choice`")
-        if self.gate.max_cost is not None and self.cost is None:
-            raise ValueError("`gate.max_cost` needs `cost`, the prices")
-        if self.gate.approval == "required" and self.pilot is None:
-            raise ValueError("`gate.approval: required` needs `pilot`, or there is nothing to approve")
-        if self.gate.min_judge_pass is not None and self.judge is None:
-            raise ValueError("`gate.min_judge_pass` needs `judge`")
         if self.judge is not None and isinstance(self.task, EmbedTask):
             raise ValueError("`judge` is not for `task.type: embed`: it reads answers")
-        if isinstance(self.task, EmbedTask) and self.overlong.policy == "split":
-            raise ValueError("`overlong.policy: split` is not for `task.type: embed`")
+        return self
+
+    @model_validator(mode="after")
+    def _limits_can_be_broken(self) -> Self:
+        """A limit that nothing measures would pass for one that holds."""
+        for name, limit in self.gate:
+            unset = (None, GateSpec.model_fields[name].default)
+            if self.pilot is None and name != "min_judge_pass" and limit not in unset:
+                raise ValueError(f"`gate.{name}` needs `pilot`, the sample that it judges")
+        if self.gate.min_judge_pass is not None and self.judge is None:
+            raise ValueError("`gate.min_judge_pass` needs `judge`")
+        if self.gate.max_cost is not None and (self.cost is None or self.cost.free):
+            raise ValueError("`gate.max_cost` needs `cost`, the prices")
+        if self.gate.max_refusal_fraction is not None and not isinstance(self.task, GenerateTask):
+            raise ValueError("`gate.max_refusal_fraction` is for `task.type: generate`")
+        if isinstance(self.task, EmbedTask):
+            limits = {f"gate.{name}": limit for name, limit in self.gate}
+            limits |= {f"line.{name}": limit for name, limit in self.line}
+            for path in _LIMITS_ON_TEXT:
+                if limits[path] is not None:
+                    raise ValueError(f"`{path}` is not for `task.type: embed`: it reads answers")
+        return self
+
+    @model_validator(mode="after")
+    def _windows_make_an_answer(self) -> Self:
+        """What the answers to a row's windows are joined to is checked by nobody."""
+        task, combine = self.task.type, self.overlong.combine
+        if self.overlong.policy != "split":
+            return self
+        fitting = _COMBINATIONS.get(task)
+        if fitting is None:
+            raise ValueError(
+                f"`overlong.policy: split` is not for `task.type: {task}`: use `truncate` or `reject`"
+            )
+        if combine not in fitting:
+            raise ValueError(
+                f"`overlong.policy: split` with `task.type: {task}` needs `overlong.combine: "
+                f"{'` or `'.join(fitting)}` (got `{combine}`)"
+            )
         return self
 
     @property
@@ -787,7 +870,7 @@ def _explain(error: ValidationError) -> str:
     """One line per fault, with a suggestion for a mistyped field name."""
     lines = []
     for fault in error.errors(include_url=False):
-        path = ".".join(str(p) for p in fault["loc"] if p not in _UNION_TAGS) or "spec"
+        path = ".".join(str(p) for p in fault["loc"] if p not in _NO_FIELDS) or "spec"
         message = fault["msg"].removeprefix("Value error, ")
         if fault["type"] == "extra_forbidden":
             allowed = _allowed_fields(fault["loc"][:-1])
@@ -811,7 +894,8 @@ def _shown(value: Any) -> str:
 
 
 _SHOWN_CHARACTERS = 200
-_UNION_TAGS = frozenset({"generate", "choice", "json", "regex", "embed"})
+_NO_FIELDS = frozenset({"generate", "choice", "json", "regex", "embed", "[key]"})
+"""What Pydantic puts into a fault's path besides fields: tags of unions, and a mark for a mapping's key."""
 
 
 def _allowed_fields(loc: tuple[int | str, ...]) -> list[str]:

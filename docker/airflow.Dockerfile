@@ -5,7 +5,13 @@ FROM apache/airflow:${AIRFLOW_VERSION}-python3.11 AS airflow
 COPY --chown=airflow:0 pyproject.toml README.md /src/
 COPY --chown=airflow:0 airflow_batchinfer /src/airflow_batchinfer
 COPY --chown=airflow:0 constraints/airflow.txt /src/constraints.txt
-RUN pip install --no-cache-dir "/src[airflow]" --constraint /src/constraints.txt
+# The lock decides only what the image lacks: the providers in it were released with the versions it has.
+RUN pip list --format=freeze \
+    | awk -F== 'function key(name) { name = tolower(name); gsub(/[-_.]+/, "-", name); return name } \
+        NR == FNR { has[key($1)]; next } !(key($1) in has)' - /src/constraints.txt > /tmp/lacking.txt \
+    && pip install --no-cache-dir "apache-airflow==${AIRFLOW_VERSION}" "/src[airflow]" \
+        --constraint /tmp/lacking.txt \
+    && pip check
 
 FROM airflow AS cpu
 COPY --chown=airflow:0 constraints/worker.txt /src/worker-constraints.txt

@@ -22,10 +22,10 @@ from typing import Any
 import httpx
 from deltalake import DeltaTable
 
+from airflow_batchinfer.outcome import Reason, outcome_of
 from airflow_batchinfer.pipeline.merge import MergeResult
 from airflow_batchinfer.run.layout import RunLayout, run_dir
 from airflow_batchinfer.run.ledger import Ledger
-from airflow_batchinfer.run.outcome import Reason, outcome_of
 from airflow_batchinfer.run.status import RunStatus, run_status
 from airflow_batchinfer.spec_files import load_spec
 from airflow_batchinfer.store import LocalStore

@@ -5,11 +5,14 @@ Their settings are keys of `model.engine`:
 - `paid_log`: file that gets one line a completion, `key<TAB>prompt tokens<TAB>output tokens`, before the
   worker sees it. The key starts with the row's id and a slash, so tests count what was paid by row.
 - `delay_seconds`: time from submitting a request to its answer (0).
+- `one_at_a_time`: requests wait in the engine's queue, and `delay_seconds` begins when each one's turn comes.
+- `greedy`: what the engine says of itself (false).
 - `max_in_flight`: the window the engine asks for (256).
 - `max_model_len`: what the engine says of itself (none).
 - `start_seconds`: how long a start takes (0).
 - `starts_log`: file that gets a line at each preload and each start.
 - `failing_starts`: numbers of the starts that fail, counted in `starts_log`.
+- `starts_fail_with`: name of the error they raise (`EngineError`).
 - `answer`: literal answer instead of one made for the task.
 """
 
@@ -31,8 +34,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from airflow_batchinfer import errors
 from airflow_batchinfer.errors import EngineError
-from airflow_batchinfer.run.outcome import Reason
+from airflow_batchinfer.outcome import Reason
 from airflow_batchinfer.spec import ChoiceTask, EmbedTask, JobSpec, JsonTask, RegexTask
 from airflow_batchinfer.worker.engines.base import (
     Completion,
@@ -69,7 +73,8 @@ class InstantEngine:
     def start(self) -> EngineInfo:
         self._log("start")
         if self._starts() in self._options.get("failing_starts", ()):
-            raise EngineError("no memory left on the device")
+            error = getattr(errors, self._options.get("starts_fail_with", "EngineError"))
+            raise error("no memory left on the device")
         if self._killed.wait(float(self._options.get("start_seconds", 0.0))):
             raise EngineError("the engine was killed while it started")
         if self._paid_log:
@@ -79,6 +84,7 @@ class InstantEngine:
             version="1",
             max_in_flight=int(self._options.get("max_in_flight", 256)),
             max_model_len=self._options.get("max_model_len"),
+            greedy=bool(self._options.get("greedy")),
         )
 
     def _log(self, what: str) -> None:
@@ -94,7 +100,10 @@ class InstantEngine:
     def submit(self, requests: Sequence[Request]) -> None:
         self._check_alive()
         due = time.monotonic() + self._delay
-        self._queue.extend((due, r) for r in requests)
+        for request in requests:
+            if self._queue and self._options.get("one_at_a_time"):
+                due = self._queue[-1][0] + self._delay
+            self._queue.append((due, request))
 
     def poll(self, timeout: float) -> list[Result]:
         self._check_alive()
@@ -235,6 +244,18 @@ class FaultyEngine(InstantEngine):
                 return [_changed(good, text="half a pair \ud800")]
             case _:
                 return [good]
+
+
+class UnkillableEngine(FaultyEngine):
+    """Nothing ends it, as if its process hung in the kernel: `close` says so, or hangs with `hang_close`."""
+
+    def kill(self) -> None:
+        pass
+
+    def close(self) -> None:
+        if self._options.get("hang_close"):
+            threading.Event().wait()
+        raise EngineError("the engine does not end, not even by force")
 
 
 class DyingEngine(InstantEngine):

@@ -68,7 +68,7 @@ def _delete_arguments(parser: argparse.ArgumentParser) -> None:
         "--older-than-days",
         type=float,
         required=True,
-        help="runs in whose folder nothing was written for so long",
+        help="runs in whose folder, and those of their replays, nothing was written for so long",
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from airflow.sdk import BaseOperator
+from airflow.sdk.exceptions import AirflowSkipException
 
 from airflow_batchinfer.errors import IncompleteRunError
 from airflow_batchinfer.operators.bundle import RunAddress
@@ -20,10 +21,10 @@ RUN_XCOM_KEY = "run"
 
 
 class BatchInferOperator(BaseOperator):
-    """Base of all operators here: nothing is templated, retries follow `FailureRetryPolicy`.
+    """Base of all operators here: nothing of a job is templated, retries follow `FailureRetryPolicy`.
 
     Airflow renders templated fields with its own Jinja and context, even values that come from XCom.
-    Job specs hold the user's templates, so no field of ours may be one of them.
+    Job specs hold the user's templates, so no field that holds a spec or rows may be one of them.
     """
 
     template_fields: Collection[str] = ()
@@ -59,14 +60,26 @@ class RunOperator(BatchInferOperator):
 
         Raises:
             IncompleteRunError: split left no plan.
+            AirflowSkipException: nor was it to: a branch before it skipped it, and all after it.
         """
         self.use_store_connection()
         address: RunAddress | None = context["ti"].xcom_pull(
             task_ids=self.split_task_id, key=RUN_XCOM_KEY, map_indexes=-1
         )
         if address is None:
+            if self._is_skipped_with_split(context):
+                raise AirflowSkipException(f"`{self.split_task_id}` was skipped: there is no run")
             raise IncompleteRunError(
                 f"there is no plan: `{self.split_task_id}` has not succeeded in this run. "
                 f"Read its error, then clear `{self.split_task_id}` with downstream."
             )
         return open_store(address["store"], address["storage_options"]), address["folder"]
+
+    def _is_skipped_with_split(self, context: Context) -> bool:
+        """Whether split and each task from it to this one were skipped. Split's state alone is no proof that
+        there was no work: one of them that ran, or failed, speaks against it."""
+        since_split = context["dag"].get_task(self.split_task_id).get_flat_relative_ids(upstream=False)
+        between = {self.split_task_id, *(since_split & self.get_flat_relative_ids(upstream=True))}
+        ti = context["ti"]
+        states = ti.get_task_states(dag_id=ti.dag_id, task_ids=sorted(between), run_ids=[ti.run_id])
+        return set(states.get(ti.run_id, {}).values()) == {"skipped"}

@@ -20,7 +20,8 @@ class HousekeepingOperator(BatchInferOperator):
         job: the job's name.
         store: the store's address.
         storage_options: options of an S3 store; never credentials.
-        delete_runs_after: delete runs in whose folder nothing was written for so long; none keeps them.
+        delete_runs_after: delete runs in whose folder, and those of their replays, nothing was written for
+            so long; none keeps them.
     """
 
     def __init__(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import cached_property
@@ -19,7 +20,13 @@ from airflow_batchinfer.errors import BatchInferError, SpecError, WorkerLostErro
 from airflow_batchinfer.operators import pod_shape
 from airflow_batchinfer.operators.bundle import Bundle
 from airflow_batchinfer.operators.pod_fate import Fate, PodEnd, fate_of
-from airflow_batchinfer.operators.pod_patience import STUCK_SECONDS, PatientPodManager
+from airflow_batchinfer.operators.pod_patience import (
+    STUCK_SECONDS,
+    PatientPodManager,
+    is_outage,
+    outlast_outage,
+)
+from airflow_batchinfer.operators.pod_template import read_template
 from airflow_batchinfer.operators.pod_trigger import BatchInferPodTrigger
 from airflow_batchinfer.operators.retry import FailureRetryPolicy
 from airflow_batchinfer.operators.shard_work import ShardWork, worker_error
@@ -31,6 +38,9 @@ if TYPE_CHECKING:
     from airflow.sdk import Context
 
 _QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+_WORK_LABEL = "batchinfer-work"
+"""Hash of the pod's shards: Airflow's own labels are the same for a run planned anew, and for another
+Airflow's run of the same DAG and date."""
 _POD_TROUBLE = (AirflowException, ApiException, HTTPError)
 """What KubernetesPodOperator raises when a pod ends badly, is gone, or cannot be asked."""
 _OWN_DEFAULTS: dict[str, Any] = {
@@ -61,7 +71,7 @@ class BatchInferPodOperator(KubernetesPodOperator):
     Success needs the commits, whatever the pod or Airflow says. A reclaimed pod is launched again at
     once, without using up a retry of the task, `retry.reclaims` times at most in one try; the count is
     kept in the store. All arguments of KubernetesPodOperator are passed through and win over what is
-    filled in here.
+    filled in here, and so does a pod template.
 
     Args:
         bundle: which shards, from split's list.
@@ -160,6 +170,9 @@ class BatchInferPodOperator(KubernetesPodOperator):
             if not self._environment:  # a fresh operator; not so if the pod ended before it was watched
                 self._fill_in(work)
             self._seen, self._overdue = None, event["status"] == "timeout"
+            self._read_pod(
+                event["name"], event["namespace"]
+            )  # KubernetesPodOperator's reading is not patient
             trouble = self._trouble_of(super().trigger_reentry, context, event)
             if not self._settle(context, work, event["name"], event["namespace"], trouble):
                 self._aim_anew(work)
@@ -189,7 +202,7 @@ class BatchInferPodOperator(KubernetesPodOperator):
     def get_or_create_pod(self, pod_request_obj: k8s.V1Pod, context: Context) -> k8s.V1Pod:
         """As KubernetesPodOperator, but a pod that has ended is never taken for this try's."""
         assert self._work is not None
-        for pod in self._pods_of_task(context, pod_request_obj.metadata.namespace):
+        for pod in self._ask(self._pods_of_task, context, pod_request_obj.metadata.namespace):
             if pod.status.phase in PodPhase.terminal_states:
                 self._put_away(pod, self._end_of(pod), context, self._work)
         try:
@@ -215,6 +228,22 @@ class BatchInferPodOperator(KubernetesPodOperator):
         if self._seen is not None and self._end_of(self._seen).fate != Fate.RUNNING:
             super().cleanup(pod, self._seen, *args, **kwargs)
 
+    def _get_pod_from_task_state_store(self, context: Context) -> k8s.V1Pod | None:
+        """As KubernetesPodOperator, but not a pod at other shards: its run has been planned anew since."""
+        pod = super()._get_pod_from_task_state_store(context)
+        if pod is not None and pod.metadata.labels.get(_WORK_LABEL) != self.labels[_WORK_LABEL]:
+            self.log.info("pod %s works at another plan's shards, and is deleted", pod.metadata.name)
+            self.patch_already_checked(pod, reraise=False)
+            self.pod_manager.delete_pod(pod)
+            return None
+        return pod
+
+    def _write_logs(  # type: ignore[override]  # its retries stay with the base's
+        self, pod: k8s.V1Pod, follow: bool = False, since_time: Any = None
+    ) -> None:
+        """As KubernetesPodOperator, but a pod whose time is over is not followed to its end: it may hang."""
+        super()._write_logs(pod, follow=follow and not self._overdue, since_time=since_time)
+
     def _open_work(self) -> ShardWork:
         if self.store_conn_id is not None:
             from airflow_batchinfer.operators.store import use_connection
@@ -224,23 +253,35 @@ class BatchInferPodOperator(KubernetesPodOperator):
         return self._work
 
     def _fill_in(self, work: ShardWork) -> None:
-        """Give the pod what the plan decides and the user did not say."""
+        """Give the pod what the plan decides and the user said neither here nor in a pod template."""
         spec = work.plan.spec
         gpus = pod_shape.gpus_of(spec) if self.gpus is None else self.gpus
-        self.name = self.name or f"batchinfer-{work.plan.job}-{work.shards[0]:05d}"
-        self.cmds = self.cmds or [self.worker_python, "-m", "airflow_batchinfer.worker"]
+        template = read_template(self.pod_template_file, self.pod_template_dict, self.full_pod_spec)
+        said, worker = template.spec, template.spec.containers[0]
+        self.labels = {**self.labels, _WORK_LABEL: work.identity()}
+        self.name = self.name or template.metadata.name or f"batchinfer-{work.plan.job}-{work.shards[0]:05d}"
+        self.cmds = self.cmds or worker.command or [self.worker_python, "-m", "airflow_batchinfer.worker"]
         self.arguments = work.worker_arguments(work.open_shards())
-        self.container_resources = pod_shape.resources(self.container_resources, self.gpu_resource, gpus)
-        self.tolerations = [*self.tolerations, *pod_shape.tolerations(self.spot, self.gpu_resource)]
-        self.affinity = self.affinity or pod_shape.affinity(self.spot)
-        self.security_context = self.security_context or pod_shape.pod_security()
-        self.container_security_context = self.container_security_context or pod_shape.container_security()
+        self.container_resources = pod_shape.resources(
+            self.container_resources or worker.resources, self.gpu_resource, gpus
+        )
+        self.tolerations = [
+            *(self.tolerations or said.tolerations or []),
+            *pod_shape.tolerations(self.spot, self.gpu_resource),
+        ]
+        self.affinity = self.affinity or said.affinity or pod_shape.affinity(self.spot)
+        self.security_context = self.security_context or said.security_context or pod_shape.pod_security()
+        self.container_security_context = (
+            self.container_security_context or worker.security_context or pod_shape.container_security()
+        )
+        if self.termination_grace_period is None:
+            self.termination_grace_period = said.termination_grace_period_seconds
         if self.termination_grace_period is None:
             self.termination_grace_period = pod_shape.grace_seconds(spec)
         if self.store_secret is not None:
             reference = k8s.V1SecretEnvSource(name=self.store_secret)
             self.env_from = [*self.env_from, k8s.V1EnvFromSource(secret_ref=reference)]
-        taken = {mount.mount_path for mount in self.volume_mounts}
+        taken = {mount.mount_path for mount in [*self.volume_mounts, *(worker.volume_mounts or [])]}
         volumes = pod_shape.volumes(
             spec, self.model_cache, self.compile_cache, self.shared_memory if gpus > 1 else None
         )
@@ -249,7 +290,7 @@ class BatchInferPodOperator(KubernetesPodOperator):
                 self.volume_mounts = [*self.volume_mounts, mount]
                 self.volumes = [*self.volumes, volume]
         given = convert_env_vars(self.env_vars) if self.env_vars else []
-        names = {variable.name for variable in given}
+        names = {variable.name for variable in [*given, *(worker.env or [])]}
         self._environment = [*given, *(v for v in pod_shape.environment(spec) if v.name not in names)]
         self.env_vars = list(self._environment)
 
@@ -347,10 +388,22 @@ class BatchInferPodOperator(KubernetesPodOperator):
 
     def _read_pod(self, name: str, namespace: str) -> k8s.V1Pod | None:
         try:
-            return self.hook.get_pod(name, namespace)
+            return self._ask(self.hook.get_pod, name, namespace)
         except ApiException as error:
             if error.status == 404:
                 return None
+            raise
+
+    def _ask(self, question: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function that reads from the API server, and wait for one that does not answer."""
+        try:
+            return outlast_outage(question)(*arguments)
+        except Exception as error:
+            if is_outage(error):
+                raise WorkerLostError(
+                    "the Kubernetes API does not answer; a pod of this task, if there is one, runs on, and "
+                    f"the next try finds it again: {getattr(error, 'reason', None) or error}"
+                ) from error
             raise
 
     def _tell_summary(self, work: ShardWork) -> None:

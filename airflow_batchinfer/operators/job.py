@@ -8,6 +8,7 @@ from typing import Any
 
 from airflow.sdk import conf
 
+from airflow_batchinfer.errors import SpecError
 from airflow_batchinfer.spec import JobSpec
 from airflow_batchinfer.spec_files import build_spec, load_spec
 
@@ -25,8 +26,8 @@ def configured_store() -> str | None:
 def load_job(source: SpecSource, params: Mapping[str, Any]) -> JobSpec:
     """The job spec, its relative paths resolved.
 
-    Paths in a spec file are relative to the file; in a mapping, to the working directory. A `JobSpec`
-    is taken as it is.
+    Paths in a spec file are relative to the file; in a mapping, to the working directory, as the path of a
+    spec file is. A `JobSpec` is taken as it is.
 
     Raises:
         SpecError: it is not a valid spec.
@@ -34,6 +35,11 @@ def load_job(source: SpecSource, params: Mapping[str, Any]) -> JobSpec:
     if isinstance(source, JobSpec):
         return source
     if isinstance(source, (str, Path)):
+        if not Path(source).is_absolute() and not Path(source).exists():
+            raise SpecError(
+                f"{source}: there is no such file in {Path.cwd()}, where Airflow's process runs; in a DAG's "
+                f"file write Path(__file__).parent / {str(source)!r}"
+            )
         return load_spec(source, configured_store())
     if isinstance(source, Mapping):
         return build_spec(source, Path.cwd(), configured_store())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from airflow.providers.standard.exceptions import HITLRejectException, HITLTimeoutError
 from airflow.providers.standard.operators.hitl import ApprovalOperator
 
 from airflow_batchinfer.errors import GateError
@@ -21,8 +22,8 @@ class JudgePilotOperator(RunOperator, ApprovalOperator):
     """Judge the pilot by the job's `gate`; return the fleet's bundles for the infer tasks.
 
     With `gate.approval: required`, a pilot that passed waits for a person: the request holds the pilot's
-    figures and the report's address, and "Reject" fails the task. Nothing of it is templated, so prompts
-    that look like Jinja stay text.
+    figures and the report's address. "Reject" fails the task for good, and so does no answer within
+    `response_timeout`. Nothing of it is templated, so prompts that look like Jinja stay text.
 
     Args:
         split_task_id: see `RunOperator`.
@@ -54,8 +55,20 @@ class JudgePilotOperator(RunOperator, ApprovalOperator):
         return self._fleet(context)
 
     def execute_complete(self, context: Context, event: dict[str, Any]) -> list[Bundle]:
-        """Go on with a person's answer. Raises `HITLRejectException` on "Reject"."""
-        super().execute_complete(context, event)
+        """Go on with a person's answer. Raises `GateError` on "Reject", or if nobody answered in time."""
+        try:
+            super().execute_complete(context, event)
+        except HITLRejectException as error:  # as it stands, Airflow would retry, and ask again
+            user = event["responded_by_user"]
+            raise GateError(
+                f"{user['name'] if user else 'somebody'} rejected the pilot, so the fleet does not start: "
+                f"fix the job and clear split with downstream, or clear `{self.task_id}` to be asked again"
+            ) from error
+        except HITLTimeoutError as error:
+            raise GateError(
+                f"nobody answered within `response_timeout` ({self.response_timeout}), so the fleet does "
+                f"not start: clear `{self.task_id}` to be asked again"
+            ) from error
         return self._fleet(context)
 
     def _report(self, store: Store, folder: str) -> str:

@@ -1,20 +1,28 @@
-"""Patience with pods that do not start and pods that do not end: KubernetesPodOperator's does not fit here.
+"""Patience with pods that do not start or do not end, and with the API server: KubernetesPodOperator's does
+not fit here.
 
 It gives up on the first sight of most image errors, though a node that has just come up often cannot reach
 the registry yet. It waits out `startup_timeout` on a missing secret, and for ever on a pod whose node no
-longer answers: such a pod is marked for deletion and stays "Running" until somebody removes its node.
+longer answers: such a pod is marked for deletion and stays "Running" until somebody removes its node. And an
+API server that is away for a minute costs each task that watches a pod one of its retries.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from airflow.providers.cncf.kubernetes.kubernetes_helper_functions import PodLaunchFailedException
+import tenacity
+from airflow.providers.cncf.kubernetes.kubernetes_helper_functions import (
+    TRANSIENT_CONNECTION_ERRORS,
+    TRANSIENT_STATUS_CODES,
+    PodLaunchFailedException,
+)
 from airflow.providers.cncf.kubernetes.utils.pod_manager import (
     AsyncPodManager,
     PodLaunchTimeoutException,
@@ -34,8 +42,29 @@ STUCK_SECONDS = 120.0
 LOST_AFTER = timedelta(minutes=2)
 """Beyond the time by which a deleted pod should have ended, grace included."""
 
+API_PATIENCE_SECONDS = 900.0
+"""Time for an API server to come back: the upgrade of a managed control plane takes minutes, and its pods run
+on meanwhile. Beyond that a task's retries go on waiting."""
+
 _NO_EVENTS = "cannot read the events of pod %s, which would tell a missing mount: %s"
 _HOPELESS = ("InvalidImageName", "ErrImageNeverPull")
+
+
+def is_outage(error: BaseException) -> bool:
+    """Whether the API server gave no answer, or one that may soon be another."""
+    return isinstance(error, TRANSIENT_CONNECTION_ERRORS) or (
+        getattr(error, "status", None) in TRANSIENT_STATUS_CODES
+    )
+
+
+outlast_outage = tenacity.retry(
+    retry=tenacity.retry_if_exception(is_outage),
+    wait=tenacity.wait_exponential(max=15),
+    stop=tenacity.stop_after_delay(API_PATIENCE_SECONDS),
+    before_sleep=tenacity.before_sleep_log(logging.getLogger(__name__), logging.WARNING),
+    reraise=True,
+)
+"""Decorator of a function, async or not, that only reads: calls it again while `is_outage`."""
 
 
 class StartWatch:
@@ -144,6 +173,7 @@ class _Patient:
 class PatientPodManager(_Patient, PodManager):
     """The pod manager of a task that watches its pod itself."""
 
+    @outlast_outage
     def read_pod(self, pod: k8s.V1Pod) -> k8s.V1Pod:
         """As KubernetesPodOperator's, `unless_lost`."""
         return unless_lost(super().read_pod(pod))
@@ -175,6 +205,7 @@ class PatientPodManager(_Patient, PodManager):
 class AsyncPatientPodManager(_Patient, AsyncPodManager):
     """The pod manager of a trigger."""
 
+    @outlast_outage
     async def read_pod(self, pod: k8s.V1Pod) -> k8s.V1Pod:
         """As KubernetesPodOperator's, `unless_lost`."""
         return unless_lost(await super().read_pod(pod))

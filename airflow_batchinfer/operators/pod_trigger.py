@@ -11,7 +11,12 @@ from typing import TYPE_CHECKING, Any, Self
 from airflow.providers.cncf.kubernetes.triggers.pod import KubernetesPodTrigger
 from airflow.triggers.base import TriggerEvent
 
-from airflow_batchinfer.operators.pod_patience import STUCK_SECONDS, AsyncPatientPodManager, unless_lost
+from airflow_batchinfer.operators.pod_patience import (
+    STUCK_SECONDS,
+    AsyncPatientPodManager,
+    outlast_outage,
+    unless_lost,
+)
 
 if TYPE_CHECKING:
     from kubernetes.client.models import V1Pod
@@ -56,7 +61,8 @@ class BatchInferPodTrigger(KubernetesPodTrigger):
             async_hook=self.hook, stuck_timeout=self.stuck_timeout, container=self.base_container_name
         )
 
-    async def _get_pod(self) -> V1Pod:  # type: ignore[override]  # its retries stay with the base's
+    @outlast_outage
+    async def _get_pod(self) -> V1Pod:
         return unless_lost(await super()._get_pod())
 
     async def run(self) -> AsyncIterator[TriggerEvent]:

@@ -12,7 +12,7 @@ from airflow_batchinfer.operators.base import RUN_XCOM_KEY, BatchInferOperator
 from airflow_batchinfer.operators.bundle import Bundle, address_of, bundles_of, max_mapped_tasks
 from airflow_batchinfer.operators.job import configured_store
 from airflow_batchinfer.operators.split import check_conf
-from airflow_batchinfer.run.outcome import Reason
+from airflow_batchinfer.outcome import Reason
 from airflow_batchinfer.store import open_store
 from airflow_batchinfer.yaml_text import parse_yaml
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Self
 
 from airflow_batchinfer.errors import (
@@ -69,6 +71,11 @@ class ShardWork:
             )
         return cls(store, plan, shards)
 
+    def identity(self) -> str:
+        """16 hexadecimal digits that no other bundle has, whatever its store, run and generation."""
+        what = [self.store.uri, self.plan.folder, self.shards]
+        return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
+
     def commit(self, shard: int) -> Commit | None:
         """The commit that every reader chooses for a shard; none while it is incomplete."""
         return chosen_commit(self.store, self._layout, shard, self.plan.fingerprint)
@@ -88,23 +95,34 @@ class ShardWork:
         ]
 
     def progress_news(self) -> Iterator[str]:
-        """A line for each shard whose progress differs from what was last told."""
+        """A line for each shard whose progress differs from what was last told. It never raises `StoreError`:
+        news are for people, and a store that cannot be read for a while is no reason to end a worker."""
         for shard in self.shards:
-            progress = latest_progress(self.store, self._layout, shard)
-            if progress is not None and self._last_lines.get(shard) != progress.line():
-                self._last_lines[shard] = progress.line()
-                yield progress.line()
+            line = _or_its_error(shard, self._progress)
+            if line is not None and self._last_lines.get(shard) != line:
+                self._last_lines[shard] = line
+                yield line
 
     def summary(self) -> Iterator[str]:
-        """A line for each committed shard: its counts and tokens."""
+        """A line for each committed shard: its counts and tokens. It never raises `StoreError`."""
         for shard in self.shards:
-            commit = self.commit(shard)
-            if commit is not None:
-                counts = ", ".join(f"{n:,} {outcome}" for outcome, n in commit.counts.items() if n)
-                yield (
-                    f"shard {shard:04d} committed by {commit.epoch}: {counts} · "
-                    f"{commit.tokens.prompt + commit.tokens.output:,} tokens · {commit.attempts} attempt(s)"
-                )
+            line = _or_its_error(shard, self._counts)
+            if line is not None:
+                yield line
+
+    def _progress(self, shard: int) -> str | None:
+        progress = latest_progress(self.store, self._layout, shard)
+        return progress.line() if progress else None
+
+    def _counts(self, shard: int) -> str | None:
+        commit = self.commit(shard)
+        if commit is None:
+            return None
+        counts = ", ".join(f"{n:,} {outcome}" for outcome, n in commit.counts.items() if n)
+        return (
+            f"shard {shard:04d} committed by {commit.epoch}: {counts} · "
+            f"{commit.tokens.prompt + commit.tokens.output:,} tokens · {commit.attempts} attempt(s)"
+        )
 
     def check_committed(self) -> None:
         """Raise `WorkerLostError` unless each shard has a commit: a worker's word is no proof."""
@@ -114,6 +132,13 @@ class ShardWork:
                 f"the worker reported success, but shard(s) {', '.join(map(str, missing))} have no commit in "
                 f"{self.store.uri_of(self.plan.folder)}"
             )
+
+
+def _or_its_error(shard: int, line_of: Callable[[int], str | None]) -> str | None:
+    try:
+        return line_of(shard)
+    except StoreError as error:
+        return f"shard {shard:04d}: nothing to tell for now: {error}"
 
 
 def worker_error(code: int, message: str | None) -> BatchInferError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from airflow_batchinfer.errors import InputError
@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 
 class _BrakeOperator(BatchInferOperator):
-    """A run in a store, named by its folder."""
+    """A run in a store, named by its folder, which may be a template or another task's output."""
+
+    template_fields: Collection[str] = ("folder",)
 
     def __init__(
         self, *, store: str, folder: str, storage_options: Mapping[str, str] | None = None, **kwargs: Any
@@ -40,7 +42,7 @@ class StopRunOperator(_BrakeOperator):
 
     Args:
         store: the store's URI.
-        folder: the run's folder in it, `<job>/runs/<run>`.
+        folder: the run's folder in it, `<job>/runs/<run>`. Templated: a DAG finds it at run time.
         reason: shown to whoever finds the run stopped.
         storage_options: see the job spec's.
     """
@@ -61,7 +63,7 @@ class ResumeRunOperator(_BrakeOperator):
 
     Args:
         store: the store's URI.
-        folder: the run's folder in it, `<job>/runs/<run>`.
+        folder: the run's folder in it, `<job>/runs/<run>`. Templated: a DAG finds it at run time.
         storage_options: see the job spec's.
     """
 

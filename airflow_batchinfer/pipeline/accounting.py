@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from airflow_batchinfer.errors import StaleLedgerError
+from airflow_batchinfer.outcome import Outcome, Reason
 from airflow_batchinfer.pipeline.answered import AnsweredBatch, answered_rows
 from airflow_batchinfer.pipeline.quarantine import Quarantine, quarantined_rows
 from airflow_batchinfer.pipeline.verdict import Verdict
 from airflow_batchinfer.run.commit import Commit, chosen_commit
 from airflow_batchinfer.run.layout import RunLayout
 from airflow_batchinfer.run.ledger import Ledger, LedgerShard
-from airflow_batchinfer.run.outcome import Outcome, Reason
 from airflow_batchinfer.run.plan import Plan
 from airflow_batchinfer.store import Store
 

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -16,12 +19,15 @@ from airflow_batchinfer.errors import CorruptError
 from airflow_batchinfer.pipeline.answers import positions
 from airflow_batchinfer.pipeline.quarantine import take_out
 from airflow_batchinfer.run.commit import Commit
-from airflow_batchinfer.run.parquet import open_parquet
-from airflow_batchinfer.run.plan import PlannedShard
+from airflow_batchinfer.run.parquet import batch_rows, open_parquet
+from airflow_batchinfer.run.plan import Plan, PlannedShard
 from airflow_batchinfer.run.shard import CARRY, COPIES, CUSTOM_ID, INPUT, PART_SCHEMA, ROW_ID, TRACKED_FIELDS
 from airflow_batchinfer.store import Store
 
 _BATCH_ROWS = 8_192
+
+STRETCH_BYTES = 8 * 1024 * 1024
+"""Prompts that stand beside their copies at once, about."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +78,15 @@ def answered_rows(
         return
     sent = _Inputs(store, shard.rows_key)
     for copies in _batches(store, shard.copies_key):
-        of = copies.column("copy_of")
-        yield _beside(store, shard, copies, sent.of(of), of, answers, carried)
+        for some, inputs in sent.beside(copies):
+            yield _beside(store, shard, some, inputs, some.column("copy_of"), answers, carried)
+
+
+def planned_row_ids(store: Store, plan: Plan) -> npt.NDArray[np.int64]:
+    """Row ids of all the plan's shards, copies included: for replays, since all are held."""
+    keys = [key for shard in plan.shards for key in (shard.rows_key, shard.copies_key) if key]
+    batches = (batch for key in keys for batch in _batches(store, key, [ROW_ID]))
+    return np.concatenate([np.empty(0, np.int64), *(b.column(ROW_ID).to_numpy() for b in batches)])
 
 
 class _Inputs:
@@ -87,13 +100,32 @@ class _Inputs:
             ]
         )
         self._ids = self._rows[ROW_ID].to_numpy()
+        sizes = [_sizes(inputs) for inputs in self._rows[INPUT].chunks]
+        self._sizes = np.concatenate([np.empty(0, np.int64), *sizes])
 
-    def of(self, row_ids: pa.Array) -> pa.RecordBatch:
-        """The given rows, in their order; a row may stand there several times."""
-        at, found = positions(self._ids, row_ids.to_numpy())
+    def beside(self, copies: pa.RecordBatch) -> Iterator[tuple[pa.RecordBatch, pa.RecordBatch]]:
+        """Stretches of the copies, and line by line the rows that they copy.
+
+        A copy is narrow, but a long prompt may have thousands: a stretch ends where the prompts get too big.
+        """
+        at, found = positions(self._ids, copies.column("copy_of").to_numpy())
         if not found.all():
             raise CorruptError("a copy points to a row that its shard does not have")
-        return self._rows.take(pa.array(at)).combine_chunks().to_batches()[0]
+        _, starts = np.unique(np.cumsum(self._sizes[at]) // STRETCH_BYTES, return_index=True)
+        for start, end in pairwise([*starts.tolist(), len(at)]):
+            rows = self._rows.take(pa.array(at[start:end])).combine_chunks()
+            yield copies.slice(start, end - start), rows.to_batches()[0]
+
+
+def _sizes(inputs: pa.StructArray) -> npt.NDArray[np.int64]:
+    """About how many bytes each line takes: texts as they are, all else as on average."""
+    sizes = np.zeros(len(inputs), np.int64)
+    for values in inputs.flatten():
+        if pa.types.is_string(values.type) or pa.types.is_large_string(values.type):
+            sizes += pc.fill_null(pc.binary_length(values), 0).to_numpy().astype(np.int64)
+        else:
+            sizes += values.nbytes // max(1, len(values))
+    return sizes
 
 
 def _beside(
@@ -146,6 +178,8 @@ def _answers(store: Store, commit: Commit) -> pa.Table:
 
 def _batches(store: Store, key: str, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
     with open_parquet(store, key) as file:
-        for batch in file.iter_batches(_BATCH_ROWS, columns=columns and list(columns)):
+        for batch in file.iter_batches(
+            batch_rows(file.metadata, _BATCH_ROWS), columns=columns and list(columns)
+        ):
             if batch.num_rows:
                 yield batch

@@ -7,9 +7,9 @@ from enum import StrEnum
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from airflow_batchinfer.outcome import Outcome
 from airflow_batchinfer.pipeline.answered import AnsweredBatch
 from airflow_batchinfer.pipeline.duck import Converter, duck_type
-from airflow_batchinfer.run.outcome import Outcome
 from airflow_batchinfer.run.plan import Plan
 
 

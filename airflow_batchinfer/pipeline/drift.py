@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
 
+from airflow_batchinfer.outcome import Outcome
 from airflow_batchinfer.pipeline.histogram import Histogram
 from airflow_batchinfer.pipeline.profile import Profile
 from airflow_batchinfer.pipeline.published import last_published
 from airflow_batchinfer.pipeline.statistics import jensen_shannon, population_stability, wilson
 from airflow_batchinfer.pipeline.verdict import Check, Severity, Verdict
 from airflow_batchinfer.run.layout import RunLayout
-from airflow_batchinfer.run.outcome import Outcome
 from airflow_batchinfer.run.plan import Plan
 from airflow_batchinfer.spec import DriftSpec
 from airflow_batchinfer.store import Store

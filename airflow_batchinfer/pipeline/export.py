@@ -7,39 +7,33 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import duckdb
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from airflow_batchinfer.pipeline.buckets import Buckets, side_by_side
 from airflow_batchinfer.pipeline.duck import MEMORY_LIMIT, duck_type, sql_name, sql_text
-from airflow_batchinfer.pipeline.shuffle import Shuffle
 from airflow_batchinfer.pipeline.streams import arrow_stream
 from airflow_batchinfer.run.layout import safe_run_id
 from airflow_batchinfer.run.plan import Plan
 from airflow_batchinfer.spec import ExportSpec
 from airflow_batchinfer.store import open_store
 
-_BUCKET_ROWS = 32_768
-
 
 class OrderedRows:
     """Results collected in any order and given back by `row_id`, out of core."""
 
-    def __init__(self, folder: Path, schema: pa.Schema) -> None:
-        folder.mkdir()
+    def __init__(self, scratch: Path, schema: pa.Schema) -> None:
         self.schema = schema
-        self._shuffle = Shuffle(folder, schema)
+        self._buckets = Buckets(scratch, schema, "row_id")
 
     def add(self, batch: pa.RecordBatch) -> None:
         """Take results."""
-        buckets = batch.column("row_id").to_numpy() // _BUCKET_ROWS
-        self._shuffle.add(batch, buckets.astype(np.int64))
+        self._buckets.add(batch)
 
     def __iter__(self) -> Iterator[pa.RecordBatch]:
-        self._shuffle.finish()
-        for bucket in self._shuffle.partitions():
-            table = self._shuffle.table(bucket)
+        self._buckets.finish()
+        for (table,) in side_by_side([self._buckets]):
             yield from table.take(pc.sort_indices(table["row_id"])).to_batches()
 
 

@@ -17,6 +17,8 @@ from airflow_batchinfer.run.plan import Plan
 from airflow_batchinfer.spec import CostSpec
 
 _RESAMPLES = 2_000
+_DRAWN_AT_ONCE = 500_000
+"""Rows of the pilot, so that memory does not follow its size."""
 _LOW, _HIGH = 0.05, 0.95
 _SLICES = 8
 """Stretches of the pilot whose speeds tell how steady its rate was."""
@@ -69,10 +71,8 @@ def forecast(plan: Plan, pilot: ShardAnswers) -> Forecast:
     output = table["output_tokens"].to_numpy().astype(np.float64)
     fleet = [s for s in plan.shards if s.shard != pilot.planned.shard]
     rest = sum(s.sent for s in fleet)
-    resampled = _resample(len(prompt), plan.spec.pilot.seed if plan.spec.pilot else 0)
-    prompts = _extrapolate(prompt, resampled, rest)
-    outputs = _extrapolate(output, resampled, rest)
-    both = _extrapolate(prompt + output, resampled, rest)
+    seed = plan.spec.pilot.seed if plan.spec.pilot else 0
+    prompts, outputs, both = _extrapolate(np.stack([prompt, output, prompt + output]), rest, seed)
     tokens = both.plus(float((prompt + output).sum()))
 
     finished = np.sort(table["finished_at"].to_numpy().astype("datetime64[ms]").astype(np.float64)) / 1000
@@ -116,17 +116,23 @@ def money(cost: CostSpec, tokens: Tokens, held_seconds: float) -> float:
     )
 
 
-def _resample(rows: int, seed: int) -> npt.NDArray[np.int64]:
-    return np.random.default_rng(seed).integers(0, max(1, rows), (_RESAMPLES, max(1, rows)))
-
-
-def _extrapolate(values: Numbers, resampled: npt.NDArray[np.int64], rest: int) -> Interval:
-    """The sum over `rest` more rows like these."""
-    if not len(values):
-        return Interval(low=0, expected=0, high=0)
-    means = values[resampled].mean(axis=1)
-    low, high = np.quantile(means, [_LOW, _HIGH])
-    return Interval(low=float(low) * rest, expected=float(values.mean()) * rest, high=float(high) * rest)
+def _extrapolate(values: Numbers, rest: int, seed: int) -> list[Interval]:
+    """For each line of `values`, the sum over `rest` more rows like its columns."""
+    lines, rows = values.shape
+    if not rows:
+        return [Interval(low=0, expected=0, high=0)] * lines
+    means = np.empty((lines, _RESAMPLES))
+    generator = np.random.default_rng(seed)
+    step = max(1, _DRAWN_AT_ONCE // rows)
+    for first in range(0, _RESAMPLES, step):
+        drawn = generator.integers(0, rows, (min(step, _RESAMPLES - first), rows))
+        means[:, first : first + step] = values[:, drawn].mean(axis=2)
+    lows, highs = np.quantile(means, [_LOW, _HIGH], axis=1) * rest
+    expected = values.mean(axis=1) * rest
+    return [
+        Interval(low=float(low), expected=float(middle), high=float(high))
+        for low, middle, high in zip(lows, expected, highs, strict=True)
+    ]
 
 
 def _speed(commit: Commit, finished: Numbers, tokens: Numbers) -> tuple[float | None, Interval | None]:

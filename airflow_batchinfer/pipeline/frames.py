@@ -11,11 +11,11 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from airflow_batchinfer.outcome import Outcome
 from airflow_batchinfer.pipeline.answered import answered_rows
 from airflow_batchinfer.pipeline.answers import ShardAnswers
 from airflow_batchinfer.pipeline.sampling import sample
 from airflow_batchinfer.pipeline.vectors import measure_vectors
-from airflow_batchinfer.run.outcome import Outcome
 from airflow_batchinfer.run.shard import CUSTOM_ID, ROW_ID
 from airflow_batchinfer.spec import EmbedTask, JobSpec, JsonTask
 

@@ -215,7 +215,7 @@ class _Freezer:
         if columns.id and not _can_be_id(schema.field(columns.id).type):
             raise InputError(
                 f"input.id_column: `{columns.id}` is {schema.field(columns.id).type}; an id is text or "
-                "a whole number"
+                "a whole number: write it as text"
             )
 
     def _regroup(self, placement: Placement, rows: int) -> tuple[Shuffle, Shuffle, KeptRows | None]:
@@ -378,16 +378,14 @@ def file_sha256(path: Path) -> str:
 
 
 def _can_be_id(kind: pa.DataType) -> bool:
+    """Whether Arrow, which writes `custom_id`, and DuckDB, which looks for it again, write it alike."""
     kind = storable(kind)
     types = pa.types
     return bool(
         types.is_integer(kind)
         or types.is_string(kind)
         or types.is_large_string(kind)
-        or types.is_string_view(kind)
-        or types.is_decimal(kind)
-        or types.is_date(kind)
-        or types.is_timestamp(kind)
+        or (types.is_decimal(kind) and kind.scale == 0)
     )
 
 

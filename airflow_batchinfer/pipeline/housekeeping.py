@@ -2,13 +2,14 @@
 killed writers left half-written.
 
 Runs and tables are apart: deleting a run takes its plan, shards and reports, never its rows in the
-results or dead-letter table. A run without its folder cannot be replayed any more.
+results or dead-letter table. A run without its folder cannot be replayed any more. Its generations and its
+replays belong to it: they stay and go together, since what is done with one of them reads the others.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from itertools import groupby
@@ -21,7 +22,13 @@ from airflow_batchinfer.pipeline.tables import delta_words, open_table
 from airflow_batchinfer.pipeline.verdict import Verdict
 from airflow_batchinfer.run.commit import commits_of
 from airflow_batchinfer.run.document import Document
-from airflow_batchinfer.run.layout import DEAD_LETTERS, RunLayout, results_table, runs_dir
+from airflow_batchinfer.run.layout import (
+    DEAD_LETTERS,
+    RunLayout,
+    first_generation,
+    results_table,
+    runs_dir,
+)
 from airflow_batchinfer.run.plan import Plan
 from airflow_batchinfer.store import ObjectInfo, Store
 
@@ -41,26 +48,29 @@ class Removed(Document):
 
 
 def delete_runs(store: Store, job: str, older_than: timedelta, *, dry_run: bool = False) -> Removed:
-    """Delete a job's runs in whose folder nothing was written for so long; tables stay as they are.
+    """Delete a job's runs, each with its generations and replays, in none of whose folders anything was
+    written for so long; tables stay as they are.
 
     The plan goes first, so that a run is either whole or not there; what an interrupted deletion leaves is
     a folder without a plan, which the next one takes.
     """
     oldest = time.time() - older_than.total_seconds()
+    written = {f: max(i.modified for i in found) for f, found in _run_folders(store, job)}
     folders: list[str] = []
     objects = size = 0
-    for folder, found in _run_folders(store, job):
-        if max(info.modified for info in found) >= oldest:
+    for together in _belonging_together(store, written):
+        if max(written[folder] for folder in together) >= oldest:
             continue
-        folders.append(folder)
-        objects += len(found)
-        size += sum(info.size for info in found)
-        if not dry_run:
-            plan = RunLayout(folder).plan
-            store.delete(plan)
-            for info in found:
-                store.delete(info.key)
-            store.remove_unfinished(folder, older_than)
+        for folder in together:
+            found = list(store.list(folder))
+            folders.append(folder)
+            objects += len(found)
+            size += sum(info.size for info in found)
+            if not dry_run:
+                store.delete(RunLayout(folder).plan)
+                for info in found:
+                    store.delete(info.key)
+                store.remove_unfinished(folder, older_than)
     return Removed(runs=folders, objects=objects, bytes=size)
 
 
@@ -107,8 +117,11 @@ def vacuum_tables(
             continue
         hours = int(older_than.total_seconds() // 3600)
         try:
+            # In full: a publication that was killed or tried again leaves files that no log has ever named.
             removed += len(
-                table.vacuum(retention_hours=hours, dry_run=dry_run, enforce_retention_duration=False)
+                table.vacuum(
+                    retention_hours=hours, dry_run=dry_run, enforce_retention_duration=False, full=True
+                )
             )
         except (DeltaError, OSError) as error:
             raise StoreError(f"cannot vacuum {store.uri_of(key)}: {delta_words(error)}") from error
@@ -135,6 +148,24 @@ def _run_folders(store: Store, job: str) -> Iterator[tuple[str, list[ObjectInfo]
         store.list(runs_dir(job)), lambda info: "/".join(info.key.split("/")[:depth])
     ):
         yield folder, list(found)
+
+
+def _belonging_together(store: Store, folders: Iterable[str]) -> Iterator[list[str]]:
+    """The folders of each run, its generations and its replays; of a run's generations, the newest first:
+    whoever looks for the newest counts up to the first that is not there."""
+    families: dict[str, list[str]] = {}
+    for folder in folders:
+        families.setdefault(first_generation(_repaired(store, folder) or folder), []).append(folder)
+    for family in families.values():
+        yield sorted(family, key=lambda folder: (len(folder), folder), reverse=True)
+
+
+def _repaired(store: Store, folder: str) -> str | None:
+    """The folder of the run that a replay repairs; none if it is no replay, or does not say."""
+    with suppress(FileNotFoundError, CorruptError):
+        replay_of = Plan.read(store, RunLayout(folder).plan).replay_of
+        return replay_of.folder if replay_of else None
+    return None
 
 
 def _orphans(store: Store, plan: Plan, found: list[ObjectInfo]) -> Iterator[ObjectInfo]:

@@ -8,7 +8,9 @@ today's. Everything else runs, and the plan says how many rows run for which rea
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,9 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
-from airflow_batchinfer.errors import CorruptError
+from airflow_batchinfer.errors import CorruptError, SpecError
 from airflow_batchinfer.pipeline.keys import SQL_DIGEST
+from airflow_batchinfer.pipeline.outputs import OutputColumns
 from airflow_batchinfer.pipeline.results import PublishedRows, newest_published
 from airflow_batchinfer.pipeline.tables import open_table, table_dataset
 from airflow_batchinfer.run.fingerprint import changed_fields, fingerprint, fingerprint_fields
@@ -73,7 +76,11 @@ class Increment:
         return cls(store, spec, newest_published(store, spec.name, other_than=run_id))
 
     def decide(self, connection: duckdb.DuckDBPyConnection, scratch: Path) -> None:
-        """Say of each line of the table `keys` why it runs (`change`); take out those that do not run."""
+        """Say of each line of the table `keys` why it runs (`change`); take out those that do not run.
+
+        Raises:
+            SpecError: rows that are gone from the input cannot be kept.
+        """
         self._load_prior(connection)
         label, stale = self._job_change()
         connection.execute(
@@ -84,6 +91,7 @@ class Increment:
                     WHEN p.custom_id IS NULL THEN 'failed before'
                     WHEN p.digest IS DISTINCT FROM {SQL_DIGEST} THEN 'changed'
                     WHEN {stale} THEN '{label}'
+                    WHEN p.outdated THEN 'job changed'
                     ELSE '{UNCHANGED}' END AS change),
                 p.{PRIOR_ROW_ID}
             FROM keys k LEFT JOIN prior p ON p.custom_id = k.id_text
@@ -105,6 +113,7 @@ class Increment:
             f"WHERE NOT tombstone ORDER BY {PRIOR_ROW_ID}) TO '{self.removed_path}' (FORMAT parquet)"
         )
         self.removed = pq.read_metadata(self.removed_path).num_rows
+        self._check_removed()
         connection.execute(f"DELETE FROM judged WHERE change = '{UNCHANGED}'")
         connection.execute(f"ALTER TABLE judged DROP COLUMN {PRIOR_ROW_ID}")
         connection.execute("DROP TABLE keys")
@@ -116,7 +125,7 @@ class Increment:
         """Tables `prior` (rows with a result) and `prior_dead` (ids of dead letters)."""
         connection.execute(
             "CREATE TABLE prior "
-            f"(custom_id VARCHAR, digest VARCHAR, {PRIOR_ROW_ID} BIGINT, tombstone BOOLEAN)"
+            f"(custom_id VARCHAR, digest VARCHAR, {PRIOR_ROW_ID} BIGINT, tombstone BOOLEAN, outdated BOOLEAN)"
         )
         connection.execute("CREATE TABLE prior_dead (custom_id VARCHAR)")
         if self.prior is None:
@@ -126,9 +135,11 @@ class Increment:
             connection,
             table_dataset(self.store, results_table(self.spec.name)),
             here & ds.field("custom_id").is_valid(),
-            ["custom_id", DIGEST, "row_id", "change"],
+            ["custom_id", DIGEST, "row_id", "change", "fingerprint"],
             f"INSERT INTO prior SELECT custom_id, {DIGEST}, row_id, "
-            f"coalesce(change = '{REMOVED}' AND {DIGEST} IS NULL, false)",
+            f"coalesce(change = '{REMOVED}' AND {DIGEST} IS NULL, false), "
+            # The run has taken such a row along as it was, whatever had become of the job.
+            f"coalesce(change = '{REMOVED}' AND fingerprint != '{fingerprint(self.spec)}', false)",
         )
         if open_table(self.store, DEAD_LETTERS) is not None:
             _copy_into(
@@ -147,14 +158,32 @@ class Increment:
             return UNCHANGED, "false"
         return f"{self._changed_part()} changed", "true"
 
+    @cached_property
+    def prior_plan(self) -> Plan | None:
+        """The prior run's plan, if it is still there."""
+        if self.prior is None:
+            return None
+        folder = run_dir(self.spec.name, self.prior.run_id, self.prior.generation)
+        with suppress(FileNotFoundError, CorruptError):
+            return Plan.read(self.store, RunLayout(folder).plan)
+        return None
+
     def _changed_fields(self) -> list[str]:
-        assert self.prior is not None
-        try:
-            folder = run_dir(self.spec.name, self.prior.run_id, self.prior.generation)
-            plan = Plan.read(self.store, RunLayout(folder).plan)
-        except (FileNotFoundError, CorruptError):
+        if self.prior_plan is None:
             return []
-        return changed_fields(fingerprint_fields(plan.spec), fingerprint_fields(self.spec))
+        return changed_fields(fingerprint_fields(self.prior_plan.spec), fingerprint_fields(self.spec))
+
+    def _check_removed(self) -> None:
+        """Fail if rows that are gone cannot keep what they have in the columns that this run writes."""
+        if self.prior_plan is None or not self.removed or self.spec.removed_rows != "keep":
+            return
+        ours, theirs = OutputColumns(self.spec).fields, OutputColumns(self.prior_plan.spec).fields
+        if [f.type for f in ours] != [f.type for f in theirs]:
+            raise SpecError(
+                f"removed_rows: `keep`, but the {self.removed} rows that are gone from the input have "
+                f"{theirs[0].type} in `{theirs[0].name}`, and this run writes {ours[0].type} into "
+                f"`{ours[0].name}`: set `removed_rows: tombstone`, or choose another job name"
+            )
 
     def _changed_part(self) -> str:
         sections = {name.split(".")[0] for name in self._changed_fields()}
@@ -221,7 +250,12 @@ class KeptWriter:
             return None
         store.put_file(self._path, key)
         return KeptRows(
-            key=key, rows=self._rows, removed=increment.removed, prior_run_id=increment.prior.run_id
+            key=key,
+            rows=self._rows,
+            removed=increment.removed,
+            prior_run_id=increment.prior.run_id,
+            prior_created_at=increment.prior.created_at.isoformat(),
+            prior_output=increment.prior_plan and increment.prior_plan.spec.output.column,
         )
 
     def _take(self, end: int) -> pa.Table | None:

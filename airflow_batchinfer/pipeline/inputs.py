@@ -7,6 +7,7 @@ here yields rows in that order, so the caller numbers them by counting.
 from __future__ import annotations
 
 import difflib
+import fnmatch
 import glob
 import os
 from collections.abc import Iterable, Sequence
@@ -152,22 +153,21 @@ def _local_file(path: str, spec: InputSpec) -> FoundFile:
 
 
 def _s3_files(path: str, spec: InputSpec) -> list[FoundFile]:
-    import fnmatch
-
     bucket, _, key = path.removeprefix("s3://").partition("/")
     store = open_store(f"s3://{bucket}", spec.storage_options)
-    fixed = key if not _GLOB & set(key) else key[: min(key.index(c) for c in _GLOB if c in key)]
-    folder = key if fixed == key else fixed.rpartition("/")[0]
-    listed = list(store.list(folder.rstrip("/"))) if folder or fixed != key else list(store.list(""))
-    if fixed != key:
-        listed = [i for i in listed if fnmatch.fnmatchcase(i.key, key)]
+    folder = key
+    if _GLOB & set(key):
+        folder = key[: min(key.index(c) for c in _GLOB if c in key)].rpartition("/")[0]
+    listed = list(store.list(folder.rstrip("/")))
+    if folder != key:
+        listed = [i for i in listed if i.key == key] or [i for i in listed if glob_matches(key, i.key)]
     elif not listed:
         parent = key.rpartition("/")[0]
         listed = [i for i in store.list(parent) if i.key == key]
     if not listed:
         raise InputError(f"input.path: {path}: there is no such object, folder or match")
     single = len(listed) == 1 and listed[0].key == key
-    return [
+    files = [
         FoundFile(
             InputFile(uri=f"s3://{bucket}/{i.key}", size=i.size, version=f"{i.modified:.6f}"),
             store,
@@ -178,6 +178,27 @@ def _s3_files(path: str, spec: InputSpec) -> list[FoundFile]:
         for i in listed
         if single or ((_format_of(i.key) or spec.format != "auto") and _is_data(Path(i.key[len(folder) :])))
     ]
+    if not files:
+        raise InputError(
+            f"input.path: {path}: {len(listed)} objects, none with a known extension ({_known()}) and a name "
+            "that begins with neither `.` nor `_`"
+        )
+    return files
+
+
+def glob_matches(pattern: str, key: str) -> bool:
+    """Whether an object is one of a glob's, by the rules of local paths: only `**` crosses a `/`."""
+    return _parts_match(pattern.split("/"), key.split("/"))
+
+
+def _parts_match(patterns: Sequence[str], parts: Sequence[str]) -> bool:
+    if not patterns:
+        return not parts
+    if patterns[0] == "**":
+        return any(_parts_match(patterns[1:], parts[i:]) for i in range(len(parts) + 1))
+    return (
+        bool(parts) and fnmatch.fnmatchcase(parts[0], patterns[0]) and _parts_match(patterns[1:], parts[1:])
+    )
 
 
 def _is_delta(path: str, spec: InputSpec) -> bool:

@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from airflow_batchinfer.errors import SpecError
+from airflow_batchinfer.outcome import Outcome
 from airflow_batchinfer.pipeline.accounting import current_ledger
 from airflow_batchinfer.pipeline.answers import Ids, ShardAnswers, positions, shards_of
 from airflow_batchinfer.pipeline.freeze import freeze
@@ -27,7 +28,6 @@ from airflow_batchinfer.run.epoch import new_epoch
 from airflow_batchinfer.run.fingerprint import fingerprint
 from airflow_batchinfer.run.layout import RunLayout
 from airflow_batchinfer.run.ledger import Ledger
-from airflow_batchinfer.run.outcome import Outcome
 from airflow_batchinfer.run.plan import InputFile, Plan
 from airflow_batchinfer.run.shard import INPUT, ROW_ID
 from airflow_batchinfer.spec import ChoiceTask, JobSpec, JudgeSpec

@@ -11,6 +11,7 @@ import pyarrow.compute as pc
 from pydantic import Field
 
 from airflow_batchinfer.errors import IncompleteRunError
+from airflow_batchinfer.outcome import Outcome
 from airflow_batchinfer.pipeline.answers import ShardAnswers, shards_of
 from airflow_batchinfer.pipeline.judging import passes, score_of
 from airflow_batchinfer.pipeline.quarantine import Quarantine, quarantined_rows
@@ -18,7 +19,6 @@ from airflow_batchinfer.pipeline.sampling import sample
 from airflow_batchinfer.pipeline.shown import ShownRow, show_rows
 from airflow_batchinfer.pipeline.statistics import mean_interval, wilson
 from airflow_batchinfer.run.document import Document
-from airflow_batchinfer.run.outcome import Outcome
 from airflow_batchinfer.run.plan import Plan
 from airflow_batchinfer.run.shard import ROW_ID
 from airflow_batchinfer.spec import ChoiceTask, JudgeSpec

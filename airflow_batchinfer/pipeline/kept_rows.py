@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset as ds
 
 from airflow_batchinfer.errors import CorruptError
 from airflow_batchinfer.pipeline.answers import positions
+from airflow_batchinfer.pipeline.buckets import Buckets, side_by_side
 from airflow_batchinfer.pipeline.increment import PRIOR_ROW_ID, REMOVED, UNCHANGED
 from airflow_batchinfer.pipeline.results import ResultColumns
-from airflow_batchinfer.pipeline.shuffle import Shuffle
 from airflow_batchinfer.run.layout import results_table
-from airflow_batchinfer.run.parquet import open_parquet
+from airflow_batchinfer.run.parquet import batch_rows, open_parquet
 from airflow_batchinfer.run.plan import KeptRows, Plan
 from airflow_batchinfer.run.shard import CHANGE, DIGEST
 from airflow_batchinfer.store import Store
-
-_BUCKET_ROWS = 65_536
 
 
 def kept_results(
@@ -39,18 +37,20 @@ def kept_results(
     of the prior row id.
 
     Raises:
-        CorruptError: a result that was there when the run was split is gone.
+        CorruptError: a result that was there when the run was split is gone, or has no answer.
     """
     kept = plan.kept
     if kept is None or not kept.rows + kept.removed:
         return
-    gone = f"the results of run {kept.prior_run_id!r} are gone from {store.uri_of(results_table(plan.job))}"
+    gone = (
+        f"the results of run {kept.prior_run_id!r} as they were when this run was split are gone from "
+        f"{store.uri_of(results_table(plan.job))}"
+    )
     if dataset is None:
         raise CorruptError(f"{gone}: start a new run")
     lists = _kept_lists(store, kept, scratch)
     priors = _prior_results(dataset, kept, scratch)
-    for bucket in lists.partitions():
-        wanted, prior = lists.table(bucket), priors.table(bucket)
+    for wanted, prior in side_by_side([lists, priors]):
         at, found = positions(prior["row_id"].to_numpy(), wanted[PRIOR_ROW_ID].to_numpy())
         if not found.all():
             raise CorruptError(f"{gone} in part ({(~found).sum()} rows): start a new run")
@@ -63,6 +63,13 @@ def _joined(
     plan: Plan, columns: ResultColumns, wanted: pa.Table, prior: pa.Table, *, exact: bool
 ) -> Iterator[pa.RecordBatch]:
     """Result rows of one bucket: those still in the input, then those that are gone."""
+    kept, column = plan.kept, plan.spec.output.column
+    assert kept is not None
+    renamed = {
+        f.name: (kept.prior_output or column) + f.name.removeprefix(column) for f in columns.outputs.fields
+    }
+    # The output's last column is text or a vector, and every answered row has it; a struct may be null.
+    answer = columns.outputs.fields[-1].name
     gone = pc.less(wanted["row_id"], 0).combine_chunks()
     for removed in (False, True):
         mask = gone if removed else pc.invert(gone)
@@ -72,7 +79,7 @@ def _joined(
             continue
         kinds = {f.name: f.type for f in columns.schema}
         values = {
-            name: old[name].combine_chunks() if name in old.column_names else pa.nulls(count, kind)
+            name: _column(old, renamed.get(name, name), kind)
             for name, kind in kinds.items()
             if name not in columns.own_names
         }
@@ -85,38 +92,45 @@ def _joined(
         if removed and plan.spec.removed_rows == "tombstone":
             values |= {f.name: pa.nulls(count, kinds[f.name]) for f in columns.outputs.fields}
             values[DIGEST] = pa.nulls(count, pa.string())
+        elif unanswered := values[answer].null_count:
+            raise CorruptError(
+                f"{unanswered} rows that were to keep the answer of run {kept.prior_run_id!r} have none in "
+                f"`{renamed[answer]}`: nothing was published; start a new run with the `output.column` of "
+                "that one, or under another job name"
+            )
         yield columns.assemble(values, count, exact=exact)
 
 
-def _kept_lists(store: Store, kept: KeptRows, scratch: Path) -> Shuffle:
+def _column(table: pa.Table, name: str, kind: pa.DataType) -> pa.Array:
+    """A column; nulls if the table has none of this name."""
+    return table[name].combine_chunks() if name in table.column_names else pa.nulls(table.num_rows, kind)
+
+
+def _kept_lists(store: Store, kept: KeptRows, scratch: Path) -> Buckets:
     with open_parquet(store, kept.key, "start a new run") as file:
-        lists = Shuffle(_folder(scratch, "kept"), file.schema_arrow)
-        for batch in file.iter_batches(8_192):
-            lists.add(batch, batch.column(PRIOR_ROW_ID).to_numpy() // _BUCKET_ROWS)
+        lists = Buckets(scratch, file.schema_arrow, PRIOR_ROW_ID)
+        for batch in file.iter_batches(batch_rows(file.metadata)):
+            lists.add(batch)
     lists.finish()
     return lists
 
 
-def _prior_results(dataset: ds.Dataset, kept: KeptRows, scratch: Path) -> Shuffle:
+def _prior_results(dataset: ds.Dataset, kept: KeptRows, scratch: Path) -> Buckets:
     schema = dataset.schema
-    scanner = dataset.scanner(
-        filter=ds.field("run_id") == kept.prior_run_id,
-        batch_size=8_192,
-        batch_readahead=2,
-        fragment_readahead=1,
-    )
-    priors = Shuffle(_folder(scratch, "prior"), schema)
-    for batch in scanner.to_batches():
-        if batch.num_rows:
-            batch = batch.select(schema.names).cast(schema)
-            priors.add(batch, (batch.column("row_id").to_numpy() // _BUCKET_ROWS).astype(np.int64))
+    where = ds.field("run_id") == kept.prior_run_id
+    if kept.prior_created_at:
+        planned = datetime.fromisoformat(kept.prior_created_at)
+        where &= ds.field("run_created_at") == pa.scalar(planned, pa.timestamp("us", "UTC"))
+    priors = Buckets(scratch, schema, "row_id")
+    for fragment in dataset.get_fragments(where):
+        for batch in fragment.to_batches(
+            schema=schema,
+            filter=where,
+            batch_size=batch_rows(fragment.metadata),
+            batch_readahead=1,
+            fragment_readahead=0,
+        ):
+            if batch.num_rows:
+                priors.add(batch.select(schema.names).cast(schema))
     priors.finish()
     return priors
-
-
-def _folder(scratch: Path, name: str) -> Path:
-    """A new folder each time: a publication may be tried again."""
-    number = len(list(scratch.glob(f"{name}-*")))
-    folder = scratch / f"{name}-{number}"
-    folder.mkdir()
-    return folder

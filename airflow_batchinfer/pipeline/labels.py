@@ -6,9 +6,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic import Field
 
+from airflow_batchinfer.outcome import Outcome
 from airflow_batchinfer.pipeline.answers import ShardAnswers
 from airflow_batchinfer.run.document import Document
-from airflow_batchinfer.run.outcome import Outcome
 from airflow_batchinfer.spec import ChoiceTask, JobSpec
 
 OTHER = "(other)"

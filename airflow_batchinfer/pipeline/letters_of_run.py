@@ -13,14 +13,12 @@ from pydantic import Field
 
 from airflow_batchinfer.pipeline.answered import AnsweredBatch
 from airflow_batchinfer.pipeline.answers import positions
+from airflow_batchinfer.pipeline.buckets import Buckets, side_by_side
 from airflow_batchinfer.pipeline.dead_letters import SCHEMA, LetterWriter, Status
-from airflow_batchinfer.pipeline.shuffle import Shuffle
 from airflow_batchinfer.run.document import Document, Timestamp
 from airflow_batchinfer.run.layout import RunLayout
 from airflow_batchinfer.run.plan import Plan
 from airflow_batchinfer.store import Store
-
-_BUCKET_ROWS = 16_384
 
 
 class ReplayNote(Document):
@@ -63,22 +61,20 @@ def overlaid(
     if not replays and not len(resolved):
         yield from base
         return
-    layers = [_bucketed(layer, scratch / f"letters-{i}") for i, layer in enumerate([base, *replays])]
-    for bucket in layers[0].partitions():
-        letters = layers[0].table(bucket)
-        for layer in layers[1:]:
-            if bucket in layer:
-                letters = _laid_over(letters, layer.table(bucket))
+    layers = [_bucketed(layer, scratch) for layer in [base, *replays]]
+    for letters, *laters in side_by_side(layers):
+        for later in laters:
+            if later.num_rows:
+                letters = _laid_over(letters, later)
         yield from _with_resolved(letters, resolved).to_batches()
 
 
-def _bucketed(letters: Iterator[pa.RecordBatch], folder: Path) -> Shuffle:
-    folder.mkdir()
-    shuffle = Shuffle(folder, SCHEMA)
+def _bucketed(letters: Iterator[pa.RecordBatch], scratch: Path) -> Buckets:
+    buckets = Buckets(scratch, SCHEMA, "row_id")
     for batch in letters:
-        shuffle.add(batch, (batch.column("row_id").to_numpy() // _BUCKET_ROWS).astype(np.int64))
-    shuffle.finish()
-    return shuffle
+        buckets.add(batch)
+    buckets.finish()
+    return buckets
 
 
 def _laid_over(letters: pa.Table, later: pa.Table) -> pa.Table:

@@ -25,14 +25,14 @@ from pydantic import Field
 from airflow_batchinfer.errors import CorruptError, GateError, StaleLedgerError
 from airflow_batchinfer.pipeline import dead_letters, results
 from airflow_batchinfer.pipeline.accounting import Account, answered_of_run, current_account, verdict_on
-from airflow_batchinfer.pipeline.answered import AnsweredBatch
+from airflow_batchinfer.pipeline.answered import AnsweredBatch, planned_row_ids
 from airflow_batchinfer.pipeline.export import OrderedRows, write_exports
 from airflow_batchinfer.pipeline.kept_rows import kept_results
 from airflow_batchinfer.pipeline.letters_of_run import ReplayNote, overlaid, replays_of, run_letters
 from airflow_batchinfer.pipeline.published import remember_published
 from airflow_batchinfer.pipeline.scratch import scratch_folder
 from airflow_batchinfer.pipeline.split import load_plan
-from airflow_batchinfer.pipeline.standing import resolved_rows, standing_of
+from airflow_batchinfer.pipeline.standing import merged_rows, planned_otherwise, standing_of
 from airflow_batchinfer.pipeline.tables import Publication, dataset_of, open_table, publish
 from airflow_batchinfer.run.document import Document, Timestamp
 from airflow_batchinfer.run.layout import DEAD_LETTERS, RunLayout, results_table
@@ -66,8 +66,8 @@ def merge(store: Store, folder: str) -> MergeResult:
     """Publish the run and write `merge.json`.
 
     Raises:
-        StaleLedgerError: no complete ledger of this plan, a shard's chosen commit is not the one it names, or
-            validation has not seen it and takes rows out.
+        StaleLedgerError: no complete ledger of this plan, a shard's chosen commit is not the one it names,
+            validation has not seen it and takes rows out, or the run was planned anew and published since.
         GateError: validation holds the results back.
         CorruptError: a file is damaged, or the rows do not add up to the account; nothing is published.
         StoreError: a table or file cannot be written.
@@ -122,6 +122,8 @@ class _Merge:
         """See `merge`."""
         if self._plan.replay_of:
             self._check_home()
+        for replay in self._replays():
+            current_account(self._store, replay)  # its letters are needed once the results are published
         ledger, succeeded = self._account.ledger, self._account.succeeded
         results_version = publish(self._store, self._results_key, self._results())
         if self._plan.replay_of:
@@ -143,7 +145,11 @@ class _Merge:
         )
 
     def _check_home(self) -> None:
-        """A replay repairs what is published, and published from the ledger that is there."""
+        """A replay repairs what is published, and published from the plan and the ledger that are there."""
+        if self._plan.replay_of and self._plan.replay_of.created_at != self._home.created_at:
+            raise StaleLedgerError(
+                f"{self._home.folder} has another plan than when this replay was planned: plan a new replay"
+            )
         try:
             merged = MergeResult.read(self._store, RunLayout(self._home.folder).merge)
         except FileNotFoundError as error:
@@ -163,7 +169,7 @@ class _Merge:
 
     def _results(self) -> Publication:
         def batches(table: DeltaTable) -> Iterator[pa.RecordBatch]:
-            elsewhere = self._resolved(table)
+            elsewhere = self._standing_elsewhere(table)
             dataset = dataset_of(self._store, self._results_key, table)
             return chain(self._fresh(elsewhere), self._kept(dataset, exact=False))
 
@@ -176,7 +182,7 @@ class _Merge:
         )
 
     def _fresh(self, elsewhere: npt.NDArray[np.int64]) -> Iterator[pa.RecordBatch]:
-        """Results that this run answered; another replay may have published some rows already."""
+        """Results that this run answered, but for rows whose result another run has published."""
         for batch in self._counted():
             rows = self._columns.rows(batch, exact=False)
             if rows is not None and len(elsewhere):
@@ -190,33 +196,57 @@ class _Merge:
 
     def _own_part(self, table: DeltaTable) -> dict[str, str]:
         """What of the run is replaced: what this very run merged; all of it after a restart."""
-        if self._is_other_generation(table):
-            return {}
-        return {"merged_by": self._plan.run_id}
+        return {} if self._replaces_all(table) else {"merged_by": self._plan.run_id}
 
-    def _is_other_generation(self, table: DeltaTable) -> bool:
-        where = (ds.field("run_id") == self._home.run_id) & (ds.field("generation") != self._home.generation)
-        return int(dataset_of(self._store, self._results_key, table).count_rows(filter=where)) > 0
+    def _replaces_all(self, table: DeltaTable) -> bool:
+        """Whether the table has the run's rows by an older plan, of which nothing may stay.
 
-    def _resolved(self, table: DeltaTable) -> npt.NDArray[np.int64]:
-        """Rows of the run that replays, but this one, have put into the results."""
-        if self._is_other_generation(table):
+        Raises:
+            StaleLedgerError: it has them by a newer plan, or by another one than this replay repairs.
+        """
+        dataset = dataset_of(self._store, self._results_key, table)
+        other = planned_otherwise(self._store, self._home, dataset)
+        if other is None:
+            return False
+        if self._plan.replay_of or other > datetime.fromisoformat(self._home.created_at):
+            raise StaleLedgerError(
+                f"run {self._home.run_id!r} is published by another plan, made {other.isoformat()}, and "
+                f"merging {self._plan.folder} would undo that: nothing was published; "
+                + ("plan a new replay" if self._plan.replay_of else "start a new run if you want it anew")
+            )
+        return True
+
+    def _standing_elsewhere(self, table: DeltaTable) -> npt.NDArray[np.int64]:
+        """Rows of the run that replays, but this one, have put into the results.
+
+        To a replay, those count as well that the run itself put there since the replay was planned.
+        """
+        if self._replaces_all(table):
             return np.empty(0, np.int64)
         dataset = dataset_of(self._store, self._results_key, table)
-        return resolved_rows(dataset, self._home.run_id, but_by=self._plan.run_id)
+        among = planned_row_ids(self._store, self._plan) if self._plan.replay_of else None
+        return merged_rows(dataset, self._home.run_id, but_by=[self._plan.run_id], among=among)
+
+    def _replays(self) -> list[Plan]:
+        """Replays that were merged into the run, oldest first, without those whose folder is gone.
+
+        What such a one resolved is in the results, and what it left dead is as the run left it.
+        """
+        notes = replays_of(self._store, RunLayout(self._home.folder))
+        plans = [Plan.find(self._store, RunLayout(note.folder).plan) for note in notes]
+        return [plan for plan in plans if plan is not None]
 
     def _letters(self) -> Publication:
         def batches(_: DeltaTable) -> Iterator[pa.RecordBatch]:
-            notes = replays_of(self._store, RunLayout(self._home.folder))
-            table = open_table(self._store, self._results_key) if notes else None
+            replays = self._replays()
+            table = open_table(self._store, self._results_key)
             resolved = np.empty(0, np.int64)
             if table is not None:
                 dataset = dataset_of(self._store, self._results_key, table)
-                resolved = resolved_rows(dataset, self._home.run_id, but_by=self._home.run_id)
-            plans = [load_plan(self._store, note.folder) for note in notes]
+                resolved = merged_rows(dataset, self._home.run_id, but_by=[self._home.run_id])
             return overlaid(
                 _dead_letters(self._store, self._home),
-                [_dead_letters(self._store, plan) for plan in plans],
+                [_dead_letters(self._store, plan) for plan in replays],
                 resolved,
                 Path(tempfile.mkdtemp(dir=self._scratch)),
             )
@@ -230,7 +260,7 @@ class _Merge:
         )
 
     def _export(self) -> list[str]:
-        rows = OrderedRows(self._scratch / "ordered", self._columns.exact_schema)
+        rows = OrderedRows(self._scratch, self._columns.exact_schema)
         for batch in answered_of_run(self._store, self._plan, self._account):
             exact = self._columns.rows(batch, exact=True)
             if exact is not None:

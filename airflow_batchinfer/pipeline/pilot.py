@@ -10,6 +10,7 @@ from typing import Literal
 from pydantic import Field
 
 from airflow_batchinfer.errors import GateError, IncompleteRunError
+from airflow_batchinfer.outcome import Outcome, Reason
 from airflow_batchinfer.pipeline.answers import ShardAnswers, shards_of
 from airflow_batchinfer.pipeline.forecast import Forecast, Interval, forecast
 from airflow_batchinfer.pipeline.labels import LabelCounter, LabelScores
@@ -20,7 +21,6 @@ from airflow_batchinfer.pipeline.verdict import Check
 from airflow_batchinfer.pipeline.words import amount, duration
 from airflow_batchinfer.run.document import Document, Timestamp
 from airflow_batchinfer.run.layout import RunLayout
-from airflow_batchinfer.run.outcome import Outcome, Reason
 from airflow_batchinfer.run.plan import Plan
 from airflow_batchinfer.spec import JobSpec
 from airflow_batchinfer.store import Store
@@ -110,31 +110,33 @@ def _judge(plan: Plan, shard: ShardAnswers) -> PilotVerdict:
 
 
 def _shares(spec: JobSpec, profile: Profile, identical: int) -> Iterator[Check]:
-    rows = profile.rows
-    good = profile.counts.get(Outcome.SUCCEEDED, 0)
+    rows, sent = profile.rows, profile.sent
+    dead = rows - profile.counts.get(Outcome.SUCCEEDED, 0)
+    empty = profile.reasons.get(Reason.EMPTY_OUTPUT, 0)
     worst = max(profile.reasons, key=lambda r: profile.reasons[r], default=None)
     mostly = f", mostly {worst} ({profile.reasons[worst]:,})" if worst else ""
     cut_off = profile.finish_reasons.get("length", 0) + profile.reasons.get(Reason.TRUNCATED_OUTPUT, 0)
-    for field, name, count, more in (
-        ("max_dead_fraction", "pilot rows that did not succeed", rows - good, mostly),
-        ("max_empty_fraction", "blank outputs", profile.reasons.get(Reason.EMPTY_OUTPUT, 0), ""),
-        ("max_length_fraction", "answers cut at `sampling.max_tokens`", cut_off, ""),
-        ("max_refusal_fraction", "refusals", profile.refusals, ""),
-        ("max_identical_fraction", "rows with the most frequent output", identical, ""),
+    for field, name, count, of, more in (
+        ("max_dead_fraction", "pilot rows that did not succeed", dead, rows, mostly),
+        ("max_empty_fraction", "blank outputs", empty, rows, ""),
+        ("max_length_fraction", "answers cut at `sampling.max_tokens`", cut_off, rows, ""),
+        ("max_refusal_fraction", "refusals", profile.refusals, rows, ""),
+        # Copies say nothing about the model: that they have one output is no wonder.
+        ("max_identical_fraction", "sent rows with the most frequent output", identical, sent, ""),
     ):
         limit: float | None = getattr(spec.gate, field)
         if limit is None:
             continue
-        low, high = wilson(count, rows)
-        share = count / rows if rows else 0.0
+        low, high = wilson(count, of)
+        share = count / of if of else 0.0
         yield Check(
             name=name,
             kind=f"gate.{field}",
             origin="limit",
             success=share <= limit,
-            observed=f"{share:.1%} ({count:,} of {rows:,}; {low:.0%} to {high:.0%} in the run){more}",
+            observed=f"{share:.1%} ({count:,} of {of:,}; {low:.0%} to {high:.0%} in the run){more}",
             required=f"at most {limit:.1%} (`gate.{field}`)",
-            checked=rows,
+            checked=of,
             unexpected=count,
         )
 

@@ -12,11 +12,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic import Field
 
+from airflow_batchinfer.outcome import Outcome, Reason
 from airflow_batchinfer.pipeline.answers import ShardAnswers, copies_of
 from airflow_batchinfer.pipeline.histogram import Histogram
 from airflow_batchinfer.pipeline.vectors import measure_vectors
 from airflow_batchinfer.run.document import Document
-from airflow_batchinfer.run.outcome import Outcome, Reason
 from airflow_batchinfer.run.shard import ROW_ID
 from airflow_batchinfer.spec import ChoiceTask, EmbedTask, GenerateTask
 

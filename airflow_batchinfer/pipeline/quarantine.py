@@ -17,9 +17,9 @@ import pyarrow.parquet as pq
 from pydantic import Field
 
 from airflow_batchinfer.errors import CorruptError
+from airflow_batchinfer.outcome import Reason, outcome_of
 from airflow_batchinfer.run.document import Document
 from airflow_batchinfer.run.layout import RunLayout
-from airflow_batchinfer.run.outcome import Reason, outcome_of
 from airflow_batchinfer.run.shard import ROW_ID
 from airflow_batchinfer.store import Store
 

@@ -33,14 +33,10 @@ from airflow_batchinfer.pipeline.delta_log import damaged_log_file
 from airflow_batchinfer.pipeline.duck import MEMORY_LIMIT, scalar, sql_name, sql_text
 from airflow_batchinfer.pipeline.inputs import FoundFile, FoundTable, find_input
 from airflow_batchinfer.pipeline.tables import delta_words
-from airflow_batchinfer.run.parquet import UNREADABLE
+from airflow_batchinfer.run.parquet import UNREADABLE, batch_rows
 from airflow_batchinfer.run.plan import InputFile
 from airflow_batchinfer.spec import InputSpec
-
-BATCH_BYTES = 8 * 1024 * 1024
-"""Batches hold about so many bytes; one giant row makes a batch of its own."""
-
-MAX_BATCH_ROWS = 32_768
+from airflow_batchinfer.store.arrow_errors import arrow_reads
 
 MAX_LINE_BYTES = 16 * 1024 * 1024
 """Longest record of a text format."""
@@ -81,7 +77,7 @@ def open_input(spec: InputSpec, scratch: Path) -> Reader:
 
     Args:
         spec: the spec's `input`.
-        scratch: a folder for local copies of remote text files.
+        scratch: a folder for links to text files, and copies of remote ones.
 
     Raises:
         InputError: see `find_input` and the readers.
@@ -129,15 +125,16 @@ class ParquetReader(_Files):
             raise InputError(f"{self.files[0].uri}: the column `{min(twice)}` is there twice; rename one")
 
     def batches(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-        """See `Reader.batches`. Raises `InputError` naming what cannot be read."""
+        """See `Reader.batches`. Raises `InputError`, `StoreError` naming what cannot be read."""
         wanted = pa.schema([self.schema.field(c) for c in columns])
         for found in self._found:
             with self._open(found) as file:
                 self._check(file.schema_arrow, wanted, found.identity.uri)
                 try:
-                    for batch in file.iter_batches(_batch_rows(file.metadata), columns=list(columns)):
-                        batch.validate(full=True)  # a flipped byte may leave text that is no UTF-8
-                        yield batch.select(list(columns)).cast(wanted)
+                    with arrow_reads(found.identity.uri):
+                        for batch in file.iter_batches(batch_rows(file.metadata), columns=list(columns)):
+                            batch.validate(full=True)  # a flipped byte may leave text that is no UTF-8
+                            yield batch.select(list(columns)).cast(wanted)
                 except UNREADABLE as error:
                     raise InputError(
                         f"{found.identity.uri} is damaged: {_first_line(error)}; write it anew"
@@ -148,10 +145,11 @@ class ParquetReader(_Files):
         filesystem, root = found.store.filesystem()
         uri = found.identity.uri
         try:
-            # No pre-buffering: it would hold a whole row group's bytes at once.
-            file = pq.ParquetFile(
-                f"{root}/{found.key}", filesystem=filesystem, pre_buffer=False, buffer_size=1024 * 1024
-            )
+            with arrow_reads(uri):
+                # No pre-buffering: it would hold a whole row group's bytes at once.
+                file = pq.ParquetFile(
+                    f"{root}/{found.key}", filesystem=filesystem, pre_buffer=False, buffer_size=1024 * 1024
+                )
         except UNREADABLE as error:
             raise InputError(
                 f"{uri} cannot be read as Parquet: {_first_line(error)}; "
@@ -200,18 +198,19 @@ class DeltaReader:
         self.warnings: list[str] = []
 
     def batches(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-        """See `Reader.batches`. Raises `InputError` naming what cannot be read."""
+        """See `Reader.batches`. Raises `InputError`, `StoreError` naming what cannot be read."""
         for fragment in self._fragments:
             try:
-                for batch in fragment.to_batches(
-                    schema=self.schema,
-                    columns=list(columns),
-                    batch_size=_batch_rows(fragment.metadata),
-                    batch_readahead=1,
-                    fragment_readahead=0,
-                ):
-                    batch.validate(full=True)
-                    yield batch
+                with arrow_reads(self.files[0].uri):
+                    for batch in fragment.to_batches(
+                        schema=self.schema,
+                        columns=list(columns),
+                        batch_size=batch_rows(fragment.metadata),
+                        batch_readahead=1,
+                        fragment_readahead=0,
+                    ):
+                        batch.validate(full=True)
+                        yield batch
             except UNREADABLE as error:
                 raise InputError(
                     f"{self.files[0].uri}: {fragment.path} is damaged, or a vacuum has removed it: "
@@ -241,7 +240,7 @@ class CsvReader(_Files):
         self.schema = pa.schema([(name, pa.string()) for name in self._names[0]])
 
     def batches(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-        """See `Reader.batches`. Raises `InputError` naming what cannot be read."""
+        """See `Reader.batches`. Raises `InputError`, `StoreError` naming what cannot be read."""
         for file, delimiter, names in zip(self._found, self._delimiters, self._names, strict=True):
             uri = file.identity.uri
             for column in columns:
@@ -252,8 +251,9 @@ class CsvReader(_Files):
                     )
             with self._open(file, delimiter, names) as reader:
                 try:
-                    for batch in reader:
-                        yield batch.select(list(columns))
+                    with arrow_reads(uri):
+                        for batch in reader:
+                            yield batch.select(list(columns))
                 except UNREADABLE as error:
                     raise InputError(
                         f"{uri} is no good CSV: {_first_line(error)}; correct the line"
@@ -268,6 +268,7 @@ class CsvReader(_Files):
         types = None if names is None else {name: pa.string() for name in names}
         try:
             with (
+                arrow_reads(uri),
                 filesystem.open_input_stream(f"{root}/{file.key}", compression=file.compression) as stream,
                 pc_csv.open_csv(
                     stream,
@@ -293,13 +294,13 @@ class JsonlReader(_Files):
 
     def __init__(self, found: list[FoundFile], spec: InputSpec, scratch: Path) -> None:
         super().__init__(found, spec)
-        self._paths = [_local_copy(f, scratch) for f in found]
+        self._paths = [_local_file(f, scratch / f"input-{i:06d}") for i, f in enumerate(found)]
         with self._connect() as connection:
             self._types = self._structure(connection)
             self.schema = self._arrow_schema(connection)
 
     def batches(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-        """See `Reader.batches`. Raises `InputError` naming what cannot be read."""
+        """See `Reader.batches`. Raises `InputError`, `StoreError` naming what cannot be read."""
         wanted = pa.schema([self.schema.field(c) for c in columns])
         for path, found in zip(self._paths, self._found, strict=True):
             query = f"SELECT {self._select(columns)} FROM {self._lines(path, found)}"
@@ -530,11 +531,15 @@ def _path(name: str) -> str:
     return '$."' + name.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
-def _local_copy(found: FoundFile, scratch: Path) -> Path:
-    """The file on local disk: itself, or a copy of a remote one."""
+def _local_file(found: FoundFile, target: Path) -> Path:
+    """The file as `target` on local disk: a link, or a copy of a remote one.
+
+    DuckDB takes `*`, `?` and `[` in a path for a pattern, and the file's own name may hold them.
+    """
+    target.unlink(missing_ok=True)
     if "://" not in found.identity.uri:
-        return Path(found.identity.uri)
-    target = scratch / f"input-{abs(hash(found.identity.uri)):016x}"
+        target.symlink_to(found.identity.uri)
+        return target
     filesystem, root = found.store.filesystem()
     with (
         filesystem.open_input_stream(f"{root}/{found.key}", compression=None) as source,
@@ -556,7 +561,10 @@ def _head(found: FoundFile) -> str:
     """The header line of a CSV file."""
     filesystem, root = found.store.filesystem()
     try:
-        with filesystem.open_input_stream(f"{root}/{found.key}", compression=found.compression) as stream:
+        with (
+            arrow_reads(found.identity.uri),
+            filesystem.open_input_stream(f"{root}/{found.key}", compression=found.compression) as stream,
+        ):
             head = stream.read(64 * 1024)
     except UNREADABLE as error:
         raise InputError(f"{found.identity.uri} cannot be read as CSV: {_first_line(error)}") from error
@@ -571,12 +579,6 @@ def _delimiter(header: str, name: str) -> str:
     if ".tsv" in name.lower():
         return "\t"
     return max(",;\t|", key=header.count)
-
-
-def _batch_rows(metadata: pq.FileMetaData) -> int:
-    bytes_ = sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
-    per_row = max(1, bytes_ // max(1, metadata.num_rows))
-    return int(max(1, min(MAX_BATCH_ROWS, BATCH_BYTES // per_row)))
 
 
 def _first_line(error: BaseException | None) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import array
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -20,20 +20,21 @@ import pyarrow.compute as pc
 from pyroaring import BitMap64
 
 from airflow_batchinfer.errors import CorruptError, IncompleteRunError
+from airflow_batchinfer.outcome import Outcome
 from airflow_batchinfer.pipeline.split import load_plan
 from airflow_batchinfer.run.commit import Commit, Tokens, commits_of
-from airflow_batchinfer.run.integrity import commit_problems
+from airflow_batchinfer.run.integrity import commit_problems, withdraw_commit
 from airflow_batchinfer.run.layout import RunLayout
 from airflow_batchinfer.run.ledger import Ledger, LedgerShard
-from airflow_batchinfer.run.outcome import Outcome
 from airflow_batchinfer.run.parquet import open_parquet
 from airflow_batchinfer.run.plan import Plan, PlannedShard
 from airflow_batchinfer.run.progress import latest_progress
 from airflow_batchinfer.run.shard import COPIES, ROW_ID
-from airflow_batchinfer.spec import MAX_MAPPED_TASKS
 from airflow_batchinfer.store import Store
 
 _PROOF_COLUMNS = [ROW_ID, "outcome", "reason", "prompt_tokens", "output_tokens"]
+
+_ROWS_REMEDY = "put it back, start a new run, or set `on_changed_spec: restart` and clear split"
 
 _SHOWN = 10
 """Problems that an error message lists; the ledger has them all."""
@@ -43,29 +44,32 @@ def reconcile(store: Store, folder: str) -> Ledger:
     """Write the run's ledger, and fail if the run is not complete.
 
     A ledger that says the same as the one that is there is not written again, so what was published
-    from it stays current.
+    from it stays current. A commit that does not hold is withdrawn: as long as it stood, nobody would
+    send its shard again.
 
     Raises:
         IncompleteRunError: names shards, rows done and missing, and what to clear; the ledger is written.
         InputError: there is no plan.
     """
-    plan = load_plan(store, folder)
-    ledger = _keep_if_equal(store, RunLayout(folder), account(store, plan))
+    plan, layout = load_plan(store, folder), RunLayout(folder)
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        audits = list(pool.map(lambda shard: _audit(store, plan, shard), plan.shards))
+    ledger = _keep_if_equal(store, layout, _ledger(plan, audits))
+    for audit in audits:
+        if audit.unsound is not None:
+            withdraw_commit(store, layout, audit.unsound)
     if not ledger.complete:
         shown = "\n".join(f"- {problem}" for problem in ledger.problems[:_SHOWN])
         more = len(ledger.problems) - _SHOWN
         raise IncompleteRunError(
             f"run {plan.run_id!r} of job {plan.job!r} is not complete: "
             f"{ledger.counts[Outcome.UNPROCESSED]} of {ledger.rows} rows have no outcome.\n{shown}"
-            + (f"\n- and {more} more, see {store.uri_of(RunLayout(folder).ledger)}" if more > 0 else "")
+            + (f"\n- and {more} more, see {store.uri_of(layout.ledger)}" if more > 0 else "")
         )
     return ledger
 
 
-def account(store: Store, plan: Plan) -> Ledger:
-    """The run's ledger as the store stands now; nothing is written."""
-    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        audits = list(pool.map(lambda shard: _audit(store, plan, shard), plan.shards))
+def _ledger(plan: Plan, audits: Sequence[_Audit]) -> Ledger:
     counts: Counter[str] = Counter({outcome.value: 0 for outcome in Outcome})
     reasons: Counter[str] = Counter()
     for audit in audits:
@@ -102,27 +106,32 @@ def account(store: Store, plan: Plan) -> Ledger:
 class _Audit:
     line: LedgerShard
     problems: list[str] = field(default_factory=list)
+    unsound: Commit | None = None
+    """The shard's commit, if it does not answer the plan or its parts do not hold what it says."""
 
 
 def _audit(store: Store, plan: Plan, shard: PlannedShard) -> _Audit:
     layout = RunLayout(plan.folder)
     commits, damaged = commits_of(store, layout, shard.shard)
     ours = [c for c in commits if c.fingerprint == plan.fingerprint]
-    name, remedy = f"shard {shard.shard}", _remedy(plan, shard)
+    name, remedy = f"shard {shard.shard}", _remedy(shard)
     if not ours:
         reason = f"{name}: {_how_far(store, layout, shard)}{remedy}"
         return _Audit(_open_line(shard), [*(f"{name}: {d}" for d in damaged), reason])
     commit = ours[0]
-    problems = [f"{name}: {p}{remedy}" for p in _contradictions(shard, commit)]
-    problems += [f"{name}: {p}{remedy}" for p in commit_problems(store, commit)]
+    try:
+        rows = _sent_rows(store, shard)
+    except CorruptError as error:
+        return _Audit(_open_line(shard), [f"{name}: {error}; {_ROWS_REMEDY}"])
     resolved = saved = 0
+    problems = [*_contradictions(shard, commit), *commit_problems(store, commit)]
     if not problems:
         try:
-            resolved, saved = _prove_rows(store, shard, commit)
+            resolved, saved = _prove_rows(store, rows, commit)
         except CorruptError as error:
-            problems = [f"{name}: {error}{remedy}"]
+            problems = [str(error)]
     if problems:
-        return _Audit(_open_line(shard), problems)
+        return _Audit(_open_line(shard), [f"{name}: {p}{remedy}" for p in problems], unsound=commit)
     line = LedgerShard(
         shard=shard.shard,
         rows=shard.rows,
@@ -168,7 +177,15 @@ def _contradictions(shard: PlannedShard, commit: Commit) -> list[str]:
     return [problem for holds, problem in checks if not holds]
 
 
-def _prove_rows(store: Store, shard: PlannedShard, commit: Commit) -> tuple[int, int]:
+def _sent_rows(store: Store, shard: PlannedShard) -> pa.Table:
+    """Ids and copies of the shard's sent rows. Raises `CorruptError` if its rows file is damaged."""
+    rows = _read(store, shard.rows_key, [ROW_ID, COPIES])
+    if len(_bitmap(rows[ROW_ID])) != rows.num_rows or rows.num_rows != shard.sent:
+        raise CorruptError(f"{store.uri_of(shard.rows_key)} does not hold its {shard.sent} rows")
+    return rows
+
+
+def _prove_rows(store: Store, rows: pa.Table, commit: Commit) -> tuple[int, int]:
     """Prove that the parts hold each sent row, and that outcomes and copies add up to the commit.
 
     Returns the number of lines that stand in more than one part and were passed over, and the tokens that
@@ -177,10 +194,7 @@ def _prove_rows(store: Store, shard: PlannedShard, commit: Commit) -> tuple[int,
     Raises:
         CorruptError: a file is damaged, or the sets or sums differ.
     """
-    rows = _read(store, shard.rows_key, [ROW_ID, COPIES])
     expected = _bitmap(rows[ROW_ID])
-    if len(expected) != rows.num_rows or rows.num_rows != shard.sent:
-        raise CorruptError(f"{store.uri_of(shard.rows_key)} does not hold its {shard.sent} rows")
     seen, repeated = BitMap64(), 0
     kept: list[pa.Table] = []
     for part in commit.parts:
@@ -223,10 +237,13 @@ def _how_far(store: Store, layout: RunLayout, shard: PlannedShard) -> str:
     )
 
 
-def _remedy(plan: Plan, shard: PlannedShard) -> str:
-    """What to clear in Airflow. Shards are dealt to mapped tasks in order, so the index follows."""
-    per_task = max(plan.spec.sharding.shards_per_task, -(-len(plan.shards) // MAX_MAPPED_TASKS))
-    return f"; clear infer map index {shard.shard // per_task} with its downstream tasks: it resumes"
+def _remedy(shard: PlannedShard) -> str:
+    """What to clear in Airflow. Labels name the shards; the map index depends on Airflow's settings."""
+    task = "pilot" if shard.pilot else "infer"
+    return (
+        f"; clear the `{task}` task whose label names shard {shard.shard:04d}, with its downstream tasks: it "
+        "resumes"
+    )
 
 
 def _keep_if_equal(store: Store, layout: RunLayout, ledger: Ledger) -> Ledger:

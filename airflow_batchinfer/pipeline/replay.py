@@ -8,6 +8,7 @@ dead letters; it publishes nothing under its own name.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from airflow_batchinfer.errors import InputError, PlanChangedError, SpecError
+from airflow_batchinfer.errors import InputError, PlanChangedError, SpecError, StaleLedgerError
+from airflow_batchinfer.outcome import Outcome, Reason
 from airflow_batchinfer.pipeline.accounting import answered_of_run, current_account
 from airflow_batchinfer.pipeline.answered import AnsweredBatch
 from airflow_batchinfer.pipeline.freeze import freeze, storable
@@ -31,13 +33,13 @@ from airflow_batchinfer.pipeline.split import (
     newest_plan,
     write_plan,
 )
-from airflow_batchinfer.pipeline.standing import resolved_rows
+from airflow_batchinfer.pipeline.standing import merged_rows, planned_otherwise
 from airflow_batchinfer.pipeline.tables import check_table_types, dataset_of, open_table
 from airflow_batchinfer.run.epoch import new_epoch
 from airflow_batchinfer.run.layout import RunLayout, results_table, run_dir
-from airflow_batchinfer.run.outcome import Outcome, Reason
 from airflow_batchinfer.run.plan import InputFile, Plan, ReplayOf
 from airflow_batchinfer.run.shard import TRACKED_FIELDS
+from airflow_batchinfer.run.status import plans_of
 from airflow_batchinfer.spec import JobSpec
 from airflow_batchinfer.store import Store
 
@@ -82,7 +84,7 @@ def prepare_replay(
     Raises:
         SpecError: an override that cannot be, or an unknown reason.
         PlanChangedError: the run id has a plan for other letters or another job.
-        StaleLedgerError: the run is not complete.
+        StaleLedgerError: the run is not complete, or is published by another plan.
         InputError: the new template reads a column that the run did not freeze.
     """
     home = load_plan(store, folder)
@@ -112,7 +114,7 @@ def prepare_replay(
     check_writable(store, layout, epoch)
     check_table_types(store, results_table(spec.name), OutputColumns(spec).fields)
     with scratch_folder("replay") as scratch:
-        reader = LetterReader(store, home, of.reasons, scratch)
+        reader = LetterReader(store, home, run_id, of.reasons, scratch)
         frozen = freeze(store, spec, layout, epoch, reader, scratch)
     nothing_left = [] if frozen.shards else [f"run {home.run_id!r} has no dead letter left to replay"]
     return write_plan(store, spec, run_id, generation, epoch, frozen, replay_of=of, warnings=nothing_left)
@@ -125,14 +127,30 @@ def published_folder(store: Store, job: str, run_id: str | None) -> str:
         InputError: there is no such run.
     """
     if run_id is None:
-        newest = newest_published(store, job)
-        if newest is None:
+        run_id = _newest_run(store, job)
+        if run_id is None:
             raise InputError(f"job {job!r} has no published run in {store.uri}")
-        run_id = newest.run_id
     plan = newest_plan(store, job, run_id)
     if plan is None:
         raise InputError(f"{store.uri} holds no run {run_id!r} of job {job!r}: list them with `runs {job}`")
     return plan.folder
+
+
+def _newest_run(store: Store, job: str) -> str | None:
+    """Id of the published run that was planned last.
+
+    A run whose rows are all dead stands in no results, and a run whose folder was deleted stands nowhere
+    else: that one is to be missed, and not an older one repaired in its stead.
+    """
+    runs = {
+        datetime.fromisoformat(plan.created_at): plan.run_id
+        for plan in plans_of(store, job)
+        if plan.replay_of is None and store.exists(RunLayout(plan.folder).merge)
+    }
+    in_results = newest_published(store, job)
+    if in_results is not None:
+        runs[in_results.created_at] = in_results.run_id
+    return runs[max(runs)] if runs else None
 
 
 class LetterReader:
@@ -144,15 +162,18 @@ class LetterReader:
     row_ids: npt.NDArray[np.int64] | None
     tracked: bool
 
-    def __init__(self, store: Store, home: Plan, reasons: Sequence[str], scratch: Path) -> None:
-        """Collect the rows into a file in `scratch`. Raises `StaleLedgerError`, `CorruptError`."""
+    def __init__(self, store: Store, home: Plan, run_id: str, reasons: Sequence[str], scratch: Path) -> None:
+        """Collect the rows that the replay `run_id` sends into a file in `scratch`.
+
+        Raises `StaleLedgerError`, `CorruptError`.
+        """
         self.warnings = []
         self.tracked = home.spec.incremental
         self._home = home
         self._path = scratch / "letters.parquet"
         self._carried = carried_schema(home)
         self.schema = pa.schema([])
-        done = _resolved(store, home)
+        done = _resolved(store, home, run_id)
         account = current_account(store, home)
         ids: list[pa.Array] = []
         writer: pq.ParquetWriter | None = None
@@ -217,12 +238,21 @@ def _wanted(batch: AnsweredBatch, reasons: Sequence[str], done: npt.NDArray[np.i
     return pc.and_(mask, pa.array(~np.isin(batch.row_ids.to_numpy(), done)))
 
 
-def _resolved(store: Store, home: Plan) -> npt.NDArray[np.int64]:
+def _resolved(store: Store, home: Plan, run_id: str) -> npt.NDArray[np.int64]:
+    """Rows that replays have resolved, but for an earlier generation of the replay `run_id`: a restarted one
+    takes the place of all that."""
     key = results_table(home.job)
     table = open_table(store, key)
     if table is None:
         return np.empty(0, np.int64)
-    return resolved_rows(dataset_of(store, key, table), home.run_id, but_by=home.run_id)
+    dataset = dataset_of(store, key, table)
+    other = planned_otherwise(store, home, dataset)
+    if other is not None:
+        raise StaleLedgerError(
+            f"run {home.run_id!r} is published by another plan, made {other.isoformat()}, not by "
+            f"{home.folder}: replay the run's newest generation"
+        )
+    return merged_rows(dataset, home.run_id, but_by=[home.run_id, run_id])
 
 
 def _overridden(spec: JobSpec, overrides: Mapping[str, Any]) -> JobSpec:
@@ -230,7 +260,7 @@ def _overridden(spec: JobSpec, overrides: Mapping[str, Any]) -> JobSpec:
     for name in overrides:
         if name in FIXED_FIELDS:
             raise SpecError(f"{name}: a replay cannot change it, the run's rows and tables rest on it")
-    data = spec.dump() | {"pilot": None, "judge": None, "export": [], "incremental": False}
+    data = spec.dump() | {"pilot": None, "gate": {}, "judge": None, "export": [], "incremental": False}
     return JobSpec.parse(_merged(data, overrides))
 
 

@@ -12,11 +12,11 @@ import pyarrow.compute as pc
 import pyarrow.dataset as ds
 
 from airflow_batchinfer.errors import SpecError
+from airflow_batchinfer.outcome import Outcome
 from airflow_batchinfer.pipeline.answered import AnsweredBatch
 from airflow_batchinfer.pipeline.outputs import OutputColumns
 from airflow_batchinfer.pipeline.tables import dataset_of, delta_type, open_table
 from airflow_batchinfer.run.layout import results_table
-from airflow_batchinfer.run.outcome import Outcome
 from airflow_batchinfer.run.plan import Plan
 from airflow_batchinfer.run.shard import TRACKED_FIELDS
 from airflow_batchinfer.spec import RESERVED_OUTPUT_COLUMNS, JobSpec
@@ -135,6 +135,15 @@ def check_result_columns(spec: JobSpec) -> None:
                 "`output.carry_prefix` or `output.column`, or rename the column in the input"
             )
         seen[name.lower()] = name
+
+
+def published_fields(spec: JobSpec, read: pa.Schema) -> list[pa.Field]:
+    """The results table's carried and output columns for an input of this schema, with Delta's types.
+
+    A carried column that the input lacks is left out.
+    """
+    carried = [f.with_name(spec.output.carry_prefix + f.name) for f in read if f.name in spec.carried]
+    return [f.with_type(delta_type(f.type)) for f in [*carried, *OutputColumns(spec).fields]]
 
 
 def newest_published(store: Store, job: str, *, other_than: str | None = None) -> PublishedRows | None:

@@ -9,12 +9,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from airflow_batchinfer.outcome import Outcome
 from airflow_batchinfer.pipeline.answers import ShardAnswers
 from airflow_batchinfer.pipeline.sampling import Ids, RowSample
 from airflow_batchinfer.prompts.sandbox import RenderError
 from airflow_batchinfer.prompts.template import PromptTemplate
 from airflow_batchinfer.run.document import Document
-from airflow_batchinfer.run.outcome import Outcome
 from airflow_batchinfer.run.shard import CUSTOM_ID, INPUT, ROW_ID
 
 LONGEST_TEXT = 4_000

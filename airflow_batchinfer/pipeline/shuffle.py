@@ -8,6 +8,7 @@ through untouched, which no SQL engine's own types would allow.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,6 +35,7 @@ class Shuffle:
         self._buffered = 0
         self._runs: list[Path] = []
         self._places: dict[int, list[tuple[int, int]]] = {}
+        self._bytes: Counter[int] = Counter()
 
     def add(self, batch: pa.RecordBatch, partitions: npt.NDArray[np.int64]) -> None:
         """Take a batch; `partitions` has one number per row."""
@@ -56,6 +58,10 @@ class Shuffle:
     def __contains__(self, partition: int) -> bool:
         """Whether the partition has rows."""
         return partition in self._places
+
+    def bytes_of(self, partition: int) -> int:
+        """What the partition's rows take in memory."""
+        return self._bytes[partition]
 
     def read(self, partition: int) -> Iterator[pa.RecordBatch]:
         """The partition's rows in order of arrival, one batch a run."""
@@ -81,7 +87,9 @@ class Shuffle:
         path = self._folder / f"run-{len(self._runs):06d}.arrow"
         with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, self.schema, options=_OPTIONS) as out:
             for index, (partition, start, end) in enumerate(zip(present, starts, ends, strict=True)):
-                out.write_batch(whole.slice(start, end - start))
+                rows = whole.slice(start, end - start)
+                out.write_batch(rows)
+                self._bytes[int(partition)] += rows.nbytes
                 self._places.setdefault(int(partition), []).append((len(self._runs), index))
         self._runs.append(path)
         # The allocator would keep what was freed, in pieces that the next buffer does not fit into.

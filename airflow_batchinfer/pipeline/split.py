@@ -15,9 +15,8 @@ from airflow_batchinfer.pipeline.expectations import check_expectations
 from airflow_batchinfer.pipeline.freeze import Frozen, freeze
 from airflow_batchinfer.pipeline.increment import Increment
 from airflow_batchinfer.pipeline.judging import check_judge
-from airflow_batchinfer.pipeline.outputs import OutputColumns
 from airflow_batchinfer.pipeline.readers import open_input
-from airflow_batchinfer.pipeline.results import check_result_columns
+from airflow_batchinfer.pipeline.results import check_result_columns, published_fields
 from airflow_batchinfer.pipeline.scratch import scratch_folder
 from airflow_batchinfer.pipeline.tables import check_table_types
 from airflow_batchinfer.run.epoch import new_epoch
@@ -56,9 +55,9 @@ def split(store: Store, spec: JobSpec, run_id: str) -> Plan:
     layout, epoch = RunLayout(run_dir(spec.name, run_id, generation)), new_epoch()
     check_result_columns(spec)
     check_writable(store, layout, epoch)
-    check_table_types(store, results_table(spec.name), OutputColumns(spec).fields)
     with scratch_folder("split") as scratch:
         reader = open_input(spec.input, scratch)
+        check_table_types(store, results_table(spec.name), published_fields(spec, reader.schema))
         increment = Increment.since_last_published(store, spec, run_id) if spec.incremental else None
         frozen = freeze(store, spec, layout, epoch, reader, scratch, increment)
     return write_plan(store, spec, run_id, generation, epoch, frozen)

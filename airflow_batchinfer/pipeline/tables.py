@@ -196,14 +196,23 @@ def check_table_types(store: Store, key: str, fields: Iterable[pa.Field]) -> Non
 
 def _check_types(table: DeltaTable, fields: Iterable[pa.Field], uri: str) -> None:
     have = table_schema(table)
+    alike = {name.lower(): name for name in have.names}
     for field in fields:
-        if field.name not in have.names:
+        there = alike.get(field.name.lower())
+        if there is None:
             continue
+        if there != field.name:
+            raise StoreError(
+                f"{uri}: the table has a column `{there}`, and this run's is `{field.name}`, which Delta "
+                "does not tell apart: write it as the table does, or choose another `output.column` or "
+                "`output.carry_prefix`, or another job name"
+            )
         kind = have.field(field.name).type
         if not _same(kind, field.type):
             raise StoreError(
                 f"{uri}: column `{field.name}` of the table is {kind}, and this run's is {field.type}: "
-                "choose another `output.column` or `output.carry_prefix`, or another job name"
+                "give it the table's type, or choose another `output.column` or `output.carry_prefix`, or "
+                "another job name"
             )
 
 

@@ -11,12 +11,12 @@ from typing import Any, Literal
 from jinja2 import TemplateError
 
 from airflow_batchinfer.errors import SpecError
+from airflow_batchinfer.outcome import Reason
 from airflow_batchinfer.prompts.chat import ChatFormat
 from airflow_batchinfer.prompts.overlong import OverLong, OverLongError
 from airflow_batchinfer.prompts.sandbox import RenderError
 from airflow_batchinfer.prompts.template import PromptTemplate
 from airflow_batchinfer.prompts.tokens import TextEncoder, prompt_limit
-from airflow_batchinfer.run.outcome import Reason
 from airflow_batchinfer.spec import EmbedTask, JobSpec
 
 Row = Mapping[str, Any]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from airflow_batchinfer.errors import SpecError
+from airflow_batchinfer.prompts.hub import from_hub
 from airflow_batchinfer.spec import EmbedTask, JobSpec
 
 _LENGTH_KEYS = (
@@ -31,18 +32,20 @@ def load_tokenizer(spec: JobSpec) -> Any:
 
     Raises:
         SpecError: it cannot be loaded.
+        EngineError: not now, as the hub is away.
     """
     from transformers import AutoTokenizer
 
     model = spec.model
     name = model.tokenizer or model.name
     revision = model.engine.get("tokenizer_revision", model.revision)
+    field = "model.tokenizer" if model.tokenizer else "model.name"
     try:
-        return AutoTokenizer.from_pretrained(
-            name, revision=revision, trust_remote_code=model.trust_remote_code
-        )
+        with from_hub(field, name):
+            return AutoTokenizer.from_pretrained(
+                name, revision=revision, trust_remote_code=model.trust_remote_code
+            )
     except (OSError, ValueError) as error:
-        field = "model.tokenizer" if model.tokenizer else "model.name"
         raise SpecError(f"{field}: no tokenizer can be loaded from `{name}`: {error}") from error
 
 
@@ -51,6 +54,7 @@ def context_length(spec: JobSpec) -> int:
 
     Raises:
         SpecError: neither `model.engine.max_model_len` nor the model's configuration says so.
+        EngineError: the configuration cannot be loaded now, as the hub is away.
     """
     said = spec.model.engine.get("max_model_len")
     if isinstance(said, int) and said > 0:
@@ -59,9 +63,10 @@ def context_length(spec: JobSpec) -> int:
 
     model = spec.model
     try:
-        config = AutoConfig.from_pretrained(
-            model.name, revision=model.revision, trust_remote_code=model.trust_remote_code
-        ).get_text_config()
+        with from_hub("model.name", model.name):
+            config = AutoConfig.from_pretrained(
+                model.name, revision=model.revision, trust_remote_code=model.trust_remote_code
+            ).get_text_config()
     except (OSError, ValueError) as error:
         raise SpecError(f"model.name: no configuration can be loaded from `{model.name}`: {error}") from error
     if isinstance(spec.task, EmbedTask) and (trained := _trained_length(spec)):

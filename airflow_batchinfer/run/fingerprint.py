@@ -12,7 +12,6 @@ RESULT_NEUTRAL_ENGINE_OPTIONS = frozenset(
     {
         "block_size",
         "compilation_config",
-        "data_parallel_size",
         "disable_log_stats",
         "distributed_executor_backend",
         "download_dir",

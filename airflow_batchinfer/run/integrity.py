@@ -1,7 +1,7 @@
 """Integrity: whether the objects a commit names still are what the commit says.
 
-A commit whose parts do not verify is not a commit: whoever finds one says so, and the next worker of
-the shard withdraws it and sends again only the rows that were lost.
+A commit whose parts do not verify is not a commit: reconcile, or a worker of the shard, withdraws it, and
+only the rows that were lost are sent again.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def sound_commit(store: Store, layout: RunLayout, shard: int, fingerprint: str) 
 
 
 def withdraw_commit(store: Store, layout: RunLayout, commit: Commit) -> None:
-    """Take a damaged commit out of every reader's sight; a copy stays beside it for people.
+    """Take an unsound commit out of every reader's sight; a copy stays beside it for people.
 
     Only for a commit with problems: readers choose among the rest from now on.
     """

@@ -43,6 +43,11 @@ def run_dir(job: str, run_id: str, generation: int = 1) -> str:
     return f"{runs_dir(job)}/{safe_run_id(run_id)}{suffix}"
 
 
+def first_generation(folder: str) -> str:
+    """The folder of the first generation of the run to which a generation's folder belongs."""
+    return folder.partition("~")[0]
+
+
 class RunLayout:
     """The keys of one generation of a run, below its folder."""
 

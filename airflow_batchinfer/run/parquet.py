@@ -11,13 +11,29 @@ import pyarrow.parquet as pq
 
 from airflow_batchinfer.errors import CorruptError
 from airflow_batchinfer.store import Store
+from airflow_batchinfer.store.arrow_errors import arrow_reads
 
 WRITE_OPTIONS: dict[str, Any] = {"compression": "zstd", "write_page_checksum": True}
 """For `pyarrow.parquet` when it writes what `open_parquet` reads: without checksums, a flipped byte may go
 unnoticed."""
 
 UNREADABLE = (OSError, pa.ArrowException, UnicodeDecodeError)
-"""What Arrow raises on bytes that are not what they should be; names of columns may be no UTF-8."""
+"""What Arrow raises on bytes that are not what they should be; names of columns may be no UTF-8.
+
+An `OSError` may also come of the store: `arrow_reads` tells."""
+
+
+_BATCH_BYTES = 8 * 1024 * 1024
+"""Batches hold about so many bytes; one giant row makes a batch of its own."""
+
+_BATCH_ROWS = 32_768
+
+
+def batch_rows(metadata: pq.FileMetaData, most: int = _BATCH_ROWS) -> int:
+    """How many rows to read at once of a file whose rows have this average size; at most `most`."""
+    bytes_ = sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
+    per_row = max(1, bytes_ // max(1, metadata.num_rows))
+    return int(max(1, min(most, _BATCH_BYTES // per_row)))
 
 
 @contextmanager
@@ -31,16 +47,20 @@ def open_parquet(store: Store, key: str, remedy: str = "") -> Iterator[pq.Parque
 
     Raises:
         CorruptError: it is missing or damaged, naming it; also where that shows only in the `with` block.
+        StoreError: the store cannot be read; likewise.
     """
     filesystem, root = store.filesystem()
     try:
-        with pq.ParquetFile(
-            f"{root}/{key}",
-            filesystem=filesystem,
-            pre_buffer=False,
-            buffer_size=1 << 20,
-            page_checksum_verification=True,
-        ) as file:
+        with (
+            arrow_reads(store.uri_of(key)),
+            pq.ParquetFile(
+                f"{root}/{key}",
+                filesystem=filesystem,
+                pre_buffer=False,
+                buffer_size=1 << 20,
+                page_checksum_verification=True,
+            ) as file,
+        ):
             yield file
     except UNREADABLE as error:
         hint = f": {remedy}" if remedy else ""

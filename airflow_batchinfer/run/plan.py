@@ -48,6 +48,10 @@ class KeptRows(Document):
     rows: int = Field(description="Input rows that keep their result.")
     removed: int = Field(description="Rows of the last run that are gone from the input.")
     prior_run_id: str = Field(description="The last published run.")
+    prior_created_at: Timestamp = Field(
+        "", description="When that run was planned: its rows by a later plan are other rows."
+    )
+    prior_output: str | None = Field(None, description="That run's `output.column`, if its plan is there.")
 
 
 class ReplayOf(Document):

@@ -14,7 +14,10 @@ from airflow_batchinfer.store import Store
 
 
 class Progress(Document):
-    """One attempt at one shard. Counts are of sent rows, earlier attempts' parts included."""
+    """One attempt at one shard, earlier attempts' parts included.
+
+    All counts but `counts` are of sent rows: a row that was sent also answers its copies, which were not.
+    """
 
     shard: int
     epoch: str
@@ -25,7 +28,7 @@ class Progress(Document):
     done: int = Field(description="Rows with an outcome, durable or not.")
     durable: int = Field(description="Rows with an outcome in a part.")
     resumed: int = Field(0, description="Rows taken from earlier attempts' parts.")
-    counts: dict[str, int]
+    counts: dict[str, int] = Field(description="Input rows by outcome, copies included.")
     tokens: Tokens = Field(description="Paid by this attempt.")
     rows_per_second: float = Field(0.0, description="Over the last minute.")
     tokens_per_second: float = Field(0.0, description="Prompt and output, over the last minute.")
@@ -35,9 +38,9 @@ class Progress(Document):
     seconds_left: float | None = Field(None, description="At the last minute's rate; none if unknown.")
 
     def line(self) -> str:
-        """One line for a log."""
+        """One line for a log; the dead are of the input, as in the report."""
         left = "" if self.seconds_left is None else f" · {_duration(self.seconds_left)} left"
-        bad = self.done - self.counts.get("succeeded", 0)
+        bad = sum(self.counts.values()) - self.counts.get("succeeded", 0)
         return (
             f"shard {self.shard:04d} {self.state}: {self.done}/{self.sent} rows ({bad} dead, "
             f"{self.resumed} resumed) · {self.rows_per_second:.1f} rows/s · "

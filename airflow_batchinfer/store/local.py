@@ -52,12 +52,13 @@ class LocalStore:
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         folder = self._path(prefix)
         try:
-            found = sorted(p for p in folder.rglob("*") if not p.name.startswith(_TEMPORARY) and p.is_file())
-            for path in found:
-                stat = path.stat()
-                yield ObjectInfo(path.relative_to(self._root).as_posix(), stat.st_size, stat.st_mtime)
-        except FileNotFoundError:
-            return
+            paths = (path for path in _files(folder) if not path.name.startswith(_TEMPORARY))
+            for key in sorted(path.relative_to(self._root).as_posix() for path in paths):
+                try:
+                    stat = (self._root / key).stat()
+                except FileNotFoundError:  # deleted since; those behind it are still there
+                    continue
+                yield ObjectInfo(key, stat.st_size, stat.st_mtime)
         except OSError as error:
             raise StoreError(f"cannot list {folder}: {error}") from error
 
@@ -71,11 +72,12 @@ class LocalStore:
         begun_before = time.time() - older_than.total_seconds()
         folder, found = self._path(prefix), 0
         try:
-            for path in folder.rglob(f"{_TEMPORARY}*"):
-                if path.stat().st_mtime < begun_before:
-                    found += 1
-                    if not dry_run:
-                        path.unlink(missing_ok=True)
+            for path in _files(folder):
+                with suppress(FileNotFoundError):  # its writer has finished it meanwhile
+                    if path.name.startswith(_TEMPORARY) and path.stat().st_mtime < begun_before:
+                        if not dry_run:
+                            path.unlink()
+                        found += 1
         except OSError as error:
             raise StoreError(f"cannot remove half-written files under {folder}: {error}") from error
         return found
@@ -115,6 +117,21 @@ class LocalStore:
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)
             raise StoreError(f"cannot write {path}: {error}") from error
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """Files at any depth, without those that vanish meanwhile.
+
+    Raises:
+        OSError: a folder cannot be read: what is in it must not pass for missing.
+    """
+
+    def refuse(error: OSError) -> None:
+        if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
+            raise error
+
+    for parent, _, names in os.walk(folder, onerror=refuse):
+        yield from (Path(parent, name) for name in names)
 
 
 def _sync(path: Path) -> None:

@@ -22,6 +22,8 @@ class Admission:
         """What waits while other rows run apart; none if none do."""
         self._retries: list[tuple[float, int, Piece]] = []
         self._number = itertools.count()
+        self._queued: deque[Piece] = deque()
+        """Submitted, and not known to have left the engine's own queue; some may have been dropped."""
 
     @property
     def waiting(self) -> int:
@@ -49,8 +51,9 @@ class Admission:
             piece.row.announced = 0
 
     def release(self, rows: Iterable[Row] = ()) -> None:
-        """Let all enter again, these rows first."""
-        freed = deque(piece for row in rows for piece in unanswered(row))
+        """Let all enter again, these rows first; a request that waits already keeps its place."""
+        waiting = {*self._ready, *(piece for _, _, piece in self._retries)}
+        freed = deque(piece for row in rows for piece in unanswered(row) if piece not in waiting)
         freed.extend(self._ready)
         freed.extend(self._held or ())
         self._ready, self._held = freed, None
@@ -78,9 +81,37 @@ class Admission:
         for piece in taken:
             piece.tries += 1
             piece.key = f"{piece.row.row_id}/{piece.index}/{piece.tries}"
-            piece.admitted_at = now
+            piece.number, piece.running_since = next(self._number), None
             self.in_flight[piece.key] = piece
+        self._queued.extend(taken)
         return taken
+
+    def answered(self, key: str, now: float) -> Piece | None:
+        """Take the request that came back from what is in flight; none if nobody waits for it.
+
+        An engine's queue is first in, first out: whatever was submitted before has left it too.
+        """
+        piece = self.in_flight.pop(key, None)
+        if piece is not None:
+            while self._queued and self._queued[0].number <= piece.number:
+                self._runs(self._queued.popleft(), now)
+        return piece
+
+    def overdue(self, limit: float, now: float) -> Piece | None:
+        """The request that has been running for longest, if that is more than `limit` seconds.
+
+        Time in the engine's queue does not count. It may be most of the time in flight: the window holds
+        twice the engine's batch. The oldest request runs, if anything does.
+        """
+        oldest = next(iter(self.in_flight.values()), None)
+        return oldest if oldest is not None and now - self._runs(oldest, now) > limit else None
+
+    @staticmethod
+    def _runs(piece: Piece, now: float) -> float:
+        """Note that a request is running, if that is news; since when."""
+        if piece.running_since is None:
+            piece.running_since = now
+        return piece.running_since
 
     def drop(self, row: Row) -> list[str]:
         """Forget all requests of a row that has its outcome; returns the keys that are in flight."""
@@ -96,10 +127,6 @@ class Admission:
         """Rows with a retry that waits."""
         return (piece.row for _, _, piece in self._retries)
 
-    def oldest(self) -> Piece | None:
-        """The request that has been in flight for longest."""
-        return next(iter(self.in_flight.values()), None)
-
     def next_retry(self) -> float | None:
         """Seconds until the next retry is due."""
         return max(0.0, self._retries[0][0] - time.monotonic()) if self._retries else None
@@ -108,6 +135,7 @@ class Admission:
         """Empty the engine, which is dead; returns the rows that were in flight, once each."""
         rows = list(dict.fromkeys(piece.row for piece in self.in_flight.values()))
         self.in_flight.clear()
+        self._queued.clear()
         held = set(map(id, rows))
         self._retries = [item for item in self._retries if id(item[2].row) not in held]
         heapq.heapify(self._retries)

@@ -55,11 +55,11 @@ class PartWriter:
 
     def flush(self, shard: ShardRun) -> None:
         """Hand over what the shard has in its buffer as its next part."""
-        if not shard.buffer:
-            return
-        results, shard.buffer = shard.buffer, []
-        index, shard.parts_begun = shard.parts_begun, shard.parts_begun + 1
         with self._lock:
+            if not shard.buffer:
+                return
+            results, shard.buffer = shard.buffer, []
+            index, shard.parts_begun = shard.parts_begun, shard.parts_begun + 1
             self.backlog += len(results)
         self._queue.put(lambda: self._write_part(shard, index, results))
 

@@ -36,6 +36,7 @@ class _Phase(Enum):
     IDLE = "idle"
     STARTING = "starting"
     RUNNING = "running"
+    ENDING = "ending"
 
 
 class GuardedEngine:
@@ -56,6 +57,7 @@ class GuardedEngine:
         self._pulse = time.monotonic()
         self._made = 0
         self._waiting = False
+        """Whether something is in flight."""
         self._killed_at: float | None = None
         self._killed_why = ""
 
@@ -92,6 +94,7 @@ class GuardedEngine:
             self.stalled = False
             self._killed_at = None
             self._phase, self._since = _Phase.STARTING, time.monotonic()
+        began = self._since
         try:
             info = self._engine.start()
         except BatchInferError as error:
@@ -106,8 +109,7 @@ class GuardedEngine:
         self._enter(_Phase.RUNNING)
         if self._killed_at is not None:
             raise EngineError(self._killed_why)
-        took = time.monotonic() - self._since
-        log.info("engine %s %s started in %.1f s", info.name, info.version, took)
+        log.info("engine %s %s started in %.1f s", info.name, info.version, time.monotonic() - began)
         self._made, self._pulse, self._waiting = self._engine.tokens_made(), time.monotonic(), False
         return info
 
@@ -123,9 +125,8 @@ class GuardedEngine:
         except Exception as error:
             raise EngineDied(f"{type(error).__name__}: {error}") from error
 
-    def poll(self, timeout: float, *, more: int) -> list[Completion | RequestFailure]:
-        """What finished; `more` is how many requests are in flight. Raises `EngineDied`."""
-        self._waiting = more > 0
+    def poll(self, timeout: float) -> list[Completion | RequestFailure]:
+        """What finished; only while requests are in flight. Raises `EngineDied`."""
         try:
             results = self._engine.poll(timeout)
             made = self._engine.tokens_made()
@@ -134,9 +135,15 @@ class GuardedEngine:
         except Exception as error:
             log.exception("the engine failed")
             raise EngineDied(f"{type(error).__name__}: {error}") from error
-        if results or made != self._made or not more:
+        if self._killed_at is not None and not results:  # whatever still holds it up, it is dead to us
+            raise EngineDied(self._killed_why)
+        if results or made != self._made:
             self._made, self._pulse = made, time.monotonic()
         return results
+
+    def rest(self) -> None:
+        """Nothing is in flight: until the next `submit`, silence is no stall."""
+        self._waiting = False
 
     def abort(self, keys: Sequence[str]) -> None:
         """Forget requests; a dead engine has forgotten them already."""
@@ -144,26 +151,37 @@ class GuardedEngine:
             self._engine.abort(keys)
 
     def bury(self) -> None:
-        """End a dead engine's remains."""
-        self._enter(_Phase.IDLE)
+        """End a dead engine's remains. Raises `EngineError`: it does not end, so no other can be started."""
+        self._enter(_Phase.ENDING)
         with contextlib.suppress(Exception):
             self._engine.kill()
-        with contextlib.suppress(Exception):
-            self._engine.close()
+        self._end()
 
     def close(self) -> None:
-        """End the engine in good order, if one is up or preloaded."""
+        """End the engine in good order, if one is up or preloaded; what is done stands, however it ends."""
         if self._phase is _Phase.RUNNING or self._preloaded:
-            self._preloaded = False
+            try:
+                self._end()
+            except EngineError as error:
+                log.error("%s", error)
+
+    def _end(self) -> None:
+        self._preloaded = False
+        self._enter(_Phase.ENDING)
+        try:
+            self._engine.close()
+        except EngineError:
+            raise
+        except Exception as error:
+            log.warning("the engine did not end in good order: %s: %s", type(error).__name__, error)
+        finally:
             self._enter(_Phase.IDLE)
-            with contextlib.suppress(Exception):
-                self._engine.close()
 
     def kill(self, why: str, *, only_starting: bool = False) -> None:
         """End the engine at once, from any thread; its calls then fail, saying `why`."""
         with self._lock:
             idle = self._phase is _Phase.IDLE
-            if idle or self._killed_at is not None or (only_starting and self._phase is _Phase.RUNNING):
+            if idle or self._killed_at is not None or (only_starting and self._phase is not _Phase.STARTING):
                 return
             self._killed_at, self._killed_why = time.monotonic(), why
             log.warning("killing the engine: %s", why)
@@ -177,6 +195,8 @@ class GuardedEngine:
             Why the worker itself has to end, if even a killed engine does not let go of it.
         """
         retry, now = self._spec.retry, time.monotonic()
+        if self._phase is _Phase.ENDING:
+            return "the engine does not end" if now - self._since > STUCK_SECONDS else None
         if self._killed_at is not None:
             stuck = self._phase is not _Phase.IDLE and now - self._killed_at > STUCK_SECONDS
             return f"{self._killed_why}; and the engine does not end" if stuck else None
@@ -189,4 +209,4 @@ class GuardedEngine:
 
     def _enter(self, phase: _Phase) -> None:
         with self._lock:
-            self._phase = phase
+            self._phase, self._since = phase, time.monotonic()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from typing import NamedTuple
 
-from airflow_batchinfer.run.outcome import Outcome
+from airflow_batchinfer.outcome import Outcome
 from airflow_batchinfer.spec import LineSpec
 
 

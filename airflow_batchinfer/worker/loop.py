@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import islice
 
-from airflow_batchinfer.errors import BatchInferError, EngineError, ExitCode
-from airflow_batchinfer.run.outcome import Reason, outcome_of
+from airflow_batchinfer.errors import BatchInferError, EngineError, ExitCode, SpecError
+from airflow_batchinfer.outcome import Reason, outcome_of
 from airflow_batchinfer.spec import JobSpec
 from airflow_batchinfer.worker.admission import Admission
 from airflow_batchinfer.worker.checkpoint import PartWriter
@@ -79,7 +79,9 @@ class Loop:
         """
         self._retry = spec.retry
         self._checkpoint = spec.checkpoint
+        self._invalid_attempts = spec.retry.invalid_attempts
         self._seed = spec.sampling.seed
+        self._draws = spec.sampling.temperature > 0
         self._judge = output_judge(spec)
         self._shards = shards
         self._open = list(shards)
@@ -153,6 +155,7 @@ class Loop:
             if not self._control.leaving:
                 self._info = self._engine.start()
                 self._window = self._info.max_in_flight
+                self._invalid_attempts = 1 if self._info.greedy else self._retry.invalid_attempts
         except EngineError:
             if not self._control.leaving:
                 raise
@@ -160,13 +163,13 @@ class Loop:
     def _restart_engine(self) -> None:
         """Start the successor of an engine that has died, `retry.restart_attempts` times if need be.
 
-        The job is known to work, so what fails a start is likely to pass: memory not yet given back, a
-        device that is being reset.
+        The job is known to work, so what fails a start is likely to pass, even where it reads as the job's
+        fault: memory not yet given back, a device that is being reset, a hub or a server that is away.
         """
         for attempt in itertools.count(1):
             try:
                 return self._start_engine()
-            except EngineError as error:
+            except (EngineError, SpecError) as error:
                 self._engine.bury()
                 if attempt >= self._retry.restart_attempts:
                     raise EngineError(
@@ -199,6 +202,8 @@ class Loop:
                 self._check_deadlines()
             else:
                 self._wait_for_work()
+            if not self._admission.in_flight:
+                self._engine.rest()
         except EngineDied as error:
             self._bury(str(error))
         self._checkpoint_due()
@@ -324,10 +329,11 @@ class Loop:
         full = len(admission.in_flight) >= self._window or (
             not admission.waiting and self._preparation.exhausted
         )
-        results = self._engine.poll(_IDLE_SECONDS if full else _HUNGRY_SECONDS, more=len(admission.in_flight))
+        results = self._engine.poll(_IDLE_SECONDS if full else _HUNGRY_SECONDS)
         self._now_ms = int(time.time() * 1000)
+        now = time.monotonic()
         for result in results:
-            piece = admission.in_flight.pop(result.key, None)
+            piece = admission.answered(result.key, now)
             if piece is None:  # a second answer, or one that came too late
                 log.debug("nobody waits for the answer to %s", result.key)
             elif isinstance(result, Completion):
@@ -348,11 +354,11 @@ class Loop:
         output, reason, fault = self._judge(completion)
         if reason is not None:
             piece.invalid += 1
-            if piece.invalid < self._retry.invalid_attempts:
+            if piece.invalid < self._invalid_attempts:
                 self._admission.retry(piece, 0.0)
                 return
             if piece.invalid > 1:
-                fault = f"{fault} (attempt {piece.invalid}, with seed {self._seed + piece.tries - 1})"
+                fault = f"{fault} ({self._attempt(piece)})"
             self._finish(row, reason, message=fault, output=output, finish_reason=finish_reason)
             return
         row.cut_off |= finish_reason == "length"
@@ -367,10 +373,12 @@ class Loop:
                 output=output,
                 vector=completion.vector,
                 finish_reason="length" if row.cut_off else "stop",
-                message=None
-                if not piece.invalid
-                else f"attempt {piece.tries}, with seed {self._seed + piece.tries - 1}: invalid before",
+                message=f"{self._attempt(piece)}: invalid before" if piece.invalid else None,
             )
+
+    def _attempt(self, piece: Piece) -> str:
+        seed = f", with seed {self._seed + piece.tries - 1}" if self._draws else ""
+        return f"attempt {piece.tries}{seed}"
 
     def _failed(self, piece: Piece, failure: RequestFailure) -> None:
         piece.errors += 1
@@ -402,11 +410,12 @@ class Loop:
             self._flush(shard)
 
     def _check_deadlines(self) -> None:
-        """Abort a request that has been in the engine for too long, and only that one."""
-        limit = self._retry.row_timeout_seconds
-        while (piece := self._admission.oldest()) is not None:
-            if time.monotonic() - piece.admitted_at <= limit:
-                return
+        """Abort a request that has been running for too long, and only that one."""
+        assert self._info is not None
+        if self._info.keeps_row_timeout:
+            return
+        limit, now = self._retry.row_timeout_seconds, time.monotonic()
+        while (piece := self._admission.overdue(limit, now)) is not None:
             if self._engine.silence > limit and len(self._admission.in_flight) > 1:
                 # Nothing moves at all: this request is not to blame, or not alone.
                 self._engine.stalled = True
@@ -423,12 +432,18 @@ class Loop:
         """The engine is dead: note who was there, find out who did it, and start its successor."""
         stalled = self._engine.stalled
         suspects = self._admission.died()
-        self._engine.bury()
         for row in suspects:
             row.deaths += 1
         log.warning("the engine died with %d rows in flight: %s", len(suspects), cause)
+        try:
+            self._engine.bury()
+        except EngineError as error:
+            if not self._control.leaving:
+                raise EngineError(f"{cause}; {error}") from error
         if self._control.leaving:
             return
+        for shard in self._open:
+            self._flush(shard)  # a start may take long, and the node may be the next to go
         self._investigate(suspects, cause, stalled)
         if not any(not shard.complete for shard in self._open):
             return

@@ -14,7 +14,7 @@ from referencing import Registry
 from referencing.exceptions import Unresolvable
 
 from airflow_batchinfer.errors import SpecError
-from airflow_batchinfer.run.outcome import Reason
+from airflow_batchinfer.outcome import Reason
 from airflow_batchinfer.spec import ChoiceTask, EmbedTask, JobSpec, JsonTask, RegexTask
 from airflow_batchinfer.worker.engines.base import Completion
 
@@ -79,11 +79,16 @@ def _structured(fault_of: Callable[[str], str | None]) -> Judge:
         text = raw.strip()
         if not text:
             return Judged(completion.text, Reason.EMPTY_OUTPUT, "the output is blank")
-        fault = fault_of(raw)
-        if fault is None:
-            return Judged(raw)
-        if text != raw and fault_of(text) is None:
-            return Judged(text)
+        try:
+            fault = fault_of(raw)
+            if fault is None:
+                return Judged(raw)
+            if text != raw and fault_of(text) is None:
+                return Judged(text)
+        except (
+            Exception
+        ) as error:  # a number or a nesting beyond Python's bounds costs its row, not the shard
+            fault = f"cannot be checked: {type(error).__name__}: {error}"
         if completion.finish_reason == "length":
             return Judged(raw, Reason.TRUNCATED_OUTPUT, f"cut off by sampling.max_tokens: {fault}")
         return Judged(raw, Reason.INVALID_OUTPUT, fault)

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 import pyarrow as pa
 
 from airflow_batchinfer.errors import InputError
+from airflow_batchinfer.outcome import Reason
 from airflow_batchinfer.prompts.builder import Prepared, PromptBuilder, Rejected
 from airflow_batchinfer.prompts.tokens import context_length, load_tokenizer
 from airflow_batchinfer.run.layout import RunLayout
-from airflow_batchinfer.run.outcome import Reason
 from airflow_batchinfer.run.plan import Plan
 from airflow_batchinfer.run.shard import COPIES, INPUT, ROW_ID
 from airflow_batchinfer.spec import JobSpec
@@ -217,6 +217,7 @@ def prompt_builder(spec: JobSpec, *, takes_tokens: bool) -> PromptBuilder:
 
     Raises:
         SpecError: the tokenizer, the template or the lengths cannot work.
+        EngineError: the tokenizer cannot be loaded now, as the hub is away.
     """
     if takes_tokens:
         return PromptBuilder(spec, load_tokenizer(spec), context_length(spec))

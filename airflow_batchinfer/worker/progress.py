@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ _WINDOW_SECONDS = 60.0
 
 
 class ProgressWriter:
-    """Writes progress; rates are over the last minute. Called from one thread at a time."""
+    """Writes progress; rates are over the last minute. Any thread may call, and waits for others."""
 
     def __init__(
         self, store: Store, layout: RunLayout, shards: Sequence[ShardRun], held: Callable[[], float]
@@ -42,9 +43,14 @@ class ProgressWriter:
         self._held = held
         self._samples: deque[tuple[float, int, int]] = deque()
         self._settled: set[int] = set()
+        self._lock = threading.Lock()
 
     def write(self, state: State, *, in_flight: int, restarts: int, message: str = "") -> None:
         """Write the progress of each begun shard that has no commit yet, and once of one that has."""
+        with self._lock:
+            self._write(state, in_flight, restarts, message)
+
+    def _write(self, state: State, in_flight: int, restarts: int, message: str) -> None:
         rows_rate, tokens_rate = self._rates(state)
         left = sum(s.planned.sent - s.done for s in self._shards)
         for shard in self._shards:

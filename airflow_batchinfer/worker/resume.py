@@ -13,9 +13,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyroaring import BitMap64
 
+from airflow_batchinfer.outcome import Outcome, Reason, outcome_of
 from airflow_batchinfer.run.commit import CommittedPart, Tokens
 from airflow_batchinfer.run.layout import RunLayout
-from airflow_batchinfer.run.outcome import Outcome, Reason, outcome_of
 from airflow_batchinfer.run.plan import PlannedShard
 from airflow_batchinfer.run.shard import PART_METADATA_PREFIX, PART_SCHEMA, ROW_ID
 from airflow_batchinfer.store import Store

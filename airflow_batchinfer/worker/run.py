@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import threading
 from collections.abc import Callable, Sequence
 
-from airflow_batchinfer.errors import BatchInferError, ExitCode, InputError, SpecError
+from airflow_batchinfer.errors import BatchInferError, EngineError, ExitCode, InputError, SpecError
 from airflow_batchinfer.run.epoch import new_epoch
 from airflow_batchinfer.run.integrity import sound_commit
 from airflow_batchinfer.run.layout import RunLayout
@@ -26,6 +28,7 @@ from airflow_batchinfer.worker.processes import (
     process_age,
 )
 from airflow_batchinfer.worker.progress import ProgressWriter, State
+from airflow_batchinfer.worker.reporter import Reporter
 from airflow_batchinfer.worker.settings import Settings
 from airflow_batchinfer.worker.signals import SignalPipe
 from airflow_batchinfer.worker.suspects import Announcer
@@ -33,6 +36,12 @@ from airflow_batchinfer.worker.watchdog import Watchdog
 from airflow_batchinfer.worker.work import ShardRun
 
 log = logging.getLogger(__name__)
+
+_LEAVING_SECONDS = 10.0
+"""Patience with the store once all results are durable."""
+
+_SAVING_SECONDS = 60.0
+"""Patience with the store while they are not, and the loop is held for good."""
 
 _STATES: dict[ExitCode, State] = {
     ExitCode.COMMITTED: "committed",
@@ -93,7 +102,8 @@ class _Worker:
         self._shards = [ShardRun(p, new_epoch()) for p in planned]
         epochs = {run.shard: run.epoch for run in self._shards}
         self._engine = GuardedEngine(plan.spec)
-        self._watchdog = Watchdog(store, layout, plan.spec, control, signals, self._give_up)
+        self._watchdog = Watchdog(plan.spec, control, self._engine, signals, self._give_up)
+        self._reporter = Reporter(store, layout, plan.spec, control, self._report)
         self._progress = ProgressWriter(store, layout, self._shards, process_age)
         self._writer = PartWriter(store, layout, plan.fingerprint, process_age)
         self._announcer = Announcer(
@@ -115,9 +125,10 @@ class _Worker:
     def run(self) -> ExitCode:
         """Run to the end, whichever it is; what was paid for is durable when this returns or raises."""
         error: BatchInferError | None = None
-        self._watchdog.start(self._engine, self._tick)
+        self._watchdog.start()
+        self._reporter.start()
         try:
-            if not self._watchdog.stop_marker_exists():
+            if not self._reporter.stop_marker_exists():
                 self._loop.run()
         except BatchInferError as raised:
             error = raised
@@ -125,22 +136,32 @@ class _Worker:
             if error is None:
                 self._engine.close()
             else:
-                self._engine.bury()
+                with contextlib.suppress(EngineError):  # it has been said, or does not matter any more
+                    self._engine.bury()
             self._writer.close()
             self._watchdog.close()
         # A store that fails is the better explanation of whatever else went wrong.
         error = self._writer.error or self._announcer.error or error
-        self._announcer.close(forget=error is None)
         if error is not None:
-            self._write_progress("failed", str(error))
+            self._take_leave("failed", str(error), forget=not isinstance(error, EngineError))
             raise error
         code = exit_of(self._control, self._shards)
+        self._take_leave(_STATES[code], self._control.message, forget=True)
         if code is not ExitCode.COMMITTED:
             self._say(self._control.message)
-        self._write_progress(_STATES[code], self._control.message)
         return code
 
-    def _tick(self) -> None:
+    def _take_leave(self, state: State, message: str, *, forget: bool) -> None:
+        """Set down how it ended; all results are durable by now, so a slow store is not waited for."""
+
+        def set_down() -> None:
+            self._announcer.close(forget=forget)
+            self._reporter.close()
+            self._write_progress(state, message)
+
+        _within(_LEAVING_SECONDS, set_down)
+
+    def _report(self) -> None:
         self._write_progress(self._loop.state)
 
     def _stop_line(self, why: str) -> None:
@@ -164,10 +185,25 @@ class _Worker:
         )
 
     def _give_up(self, why: str) -> None:
-        """The loop is held by an engine that does not let go: leave without it."""
+        """The loop is held by an engine that does not let go: leave without it, with all that is done."""
+        try:
+            self._say(why)
+            _within(_SAVING_SECONDS, lambda: self._save_what_is_done(why))
+        finally:
+            os._exit(ExitCode.ENGINE_FAILED)
+
+    def _save_what_is_done(self, why: str) -> None:
+        for shard in self._shards:
+            self._writer.flush(shard)
+        self._writer.close()
         self._write_progress("failed", why)
-        self._say(why)
-        os._exit(ExitCode.ENGINE_FAILED)
+
+
+def _within(seconds: float, call: Callable[[], None]) -> None:
+    """Wait for a call for so long, and no longer; the process leaves without it."""
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(seconds)
 
 
 def _plan(store: Store, folder: str) -> Plan:

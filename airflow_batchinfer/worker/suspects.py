@@ -10,6 +10,7 @@ each attempt that ended without a word while it was named. See `docs/worker.md` 
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections import Counter
@@ -28,12 +29,14 @@ from airflow_batchinfer.store import Store
 from airflow_batchinfer.worker.processes import is_gone
 from airflow_batchinfer.worker.retrying import with_retries
 
+log = logging.getLogger(__name__)
+
 _SILENT_AFTER = timedelta(seconds=60)
 """A worker elsewhere is taken for dead if its progress is older than this (and ten intervals)."""
 
 
 class Suspects(Document):
-    """What one attempt may have in the engine. A clean exit removes it."""
+    """What one attempt may have in the engine. An end that is not the engine's removes it."""
 
     shard: int
     epoch: str
@@ -142,12 +145,14 @@ class Announcer:
         return self._number
 
     def close(self, *, forget: bool) -> None:
-        """End the thread; `forget` removes what was written, as after a clean exit."""
+        """End the thread; `forget` removes what was written, if the end says nothing against those rows."""
         self._queue.put(None)
         self._thread.join()
-        if forget and self.error is None:
-            for shard in self._named:
+        for shard in self._named if forget else ():
+            try:
                 self._store.delete(self._key_of(shard)[1])
+            except StoreError as error:  # it stays as after a kill: one such says little
+                log.warning("%s", error)
 
     def _write_all(self) -> None:
         while (item := self._queue.get()) is not None:
@@ -157,14 +162,18 @@ class Announcer:
             except StoreError as error:
                 self.error = error
                 return
+            except Exception as error:  # a bug must end the worker, not leave it waiting
+                log.exception("the announcer failed")
+                self.error = StoreError(f"cannot announce rows: {type(error).__name__}: {error}")
+                return
             self.durable = number
 
     def _write(self, apart: bool, rows: Mapping[int, list[int]]) -> None:
         for shard, row_ids in rows.items():
             epoch, key = self._key_of(shard)
             suspects = Suspects(shard=shard, epoch=epoch, worker=self._worker, apart=apart, rows=row_ids)
+            self._named.add(shard)  # a write that fails may have gone through
             suspects.write(self._store, key)
-            self._named.add(shard)
         for shard in self._named - rows.keys():
             self._store.delete(self._key_of(shard)[1])
             self._named.discard(shard)

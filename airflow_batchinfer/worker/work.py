@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from airflow_batchinfer.errors import CorruptError
+from airflow_batchinfer.outcome import Outcome, Reason, outcome_of
 from airflow_batchinfer.prompts.builder import Prepared, Prompt
 from airflow_batchinfer.run.commit import Tokens
-from airflow_batchinfer.run.outcome import Outcome, Reason, outcome_of
 from airflow_batchinfer.run.plan import PlannedShard
 from airflow_batchinfer.worker.resume import Resumed
 
@@ -81,7 +81,10 @@ class Piece:
     tries: int = 0
     invalid: int = 0
     errors: int = 0
-    admitted_at: float = 0.0
+    number: int = 0
+    """Its place among all requests that were submitted."""
+    running_since: float | None = None
+    """Monotonic time by which it had surely left the engine's queue; none while that is not known."""
 
 
 @dataclass(slots=True, eq=False)

@@ -173,3 +173,12 @@ def test_a_task_group_in_somebodys_dag(airflow, airflow_store, tmp_path):
     states = airflow.states("somebodys_own", run_id)
     assert {"before", "inference.infer[1]", "inference.gate", "after"} <= states.keys()
     assert airflow.xcom("somebodys_own", run_id, "after") == 12
+
+
+def test_a_task_group_that_a_branch_skips(airflow):
+    run_id = airflow.trigger("somebodys_own", {"spec": {}})
+    assert airflow.wait("somebodys_own", run_id) == "success", airflow.states("somebodys_own", run_id)
+    states = airflow.states("somebodys_own", run_id)
+    assert states.pop("before") == "success"
+    assert {"inference.split", "inference.gate", "after"} <= states.keys()
+    assert set(states.values()) == {"skipped"}

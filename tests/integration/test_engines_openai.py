@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import httpx
 import pytest
 
 from airflow_batchinfer.errors import EngineError, SpecError
-from airflow_batchinfer.run.outcome import Reason
+from airflow_batchinfer.outcome import Reason
 from airflow_batchinfer.spec import JobSpec
 from airflow_batchinfer.worker.engines import load_engine
 from airflow_batchinfer.worker.engines.base import EngineDied, RequestFailure
@@ -187,6 +187,10 @@ def test_vectors_of_a_live_server(tmp_path: Path) -> None:
     assert not math.isclose(math.hypot(*unscaled), 1.0, rel_tol=1e-3)
 
 
+HANG = 0
+"""In place of a status: no answer at all."""
+
+
 class BusyServer(ThreadingHTTPServer):
     """Answers chats after `refusals` have been used up; counts requests and how many were open at once."""
 
@@ -196,7 +200,9 @@ class BusyServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Busy)
         self.refusals = refusals
         self.lock = threading.Lock()
+        self.closing = threading.Event()
         self.arrivals: list[float] = []
+        self.bodies: list[dict[str, Any]] = []
         self.open = 0
         self.most_open = 0
 
@@ -213,12 +219,15 @@ class _Busy(BaseHTTPRequestHandler):
         self._answer(404, {})
 
     def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"]))
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         with self.server.lock:
+            self.server.bodies.append(body)
             self.server.arrivals.append(time.monotonic())
             self.server.open += 1
             self.server.most_open = max(self.server.most_open, self.server.open)
             refusal = self.server.refusals.pop(0) if self.server.refusals else None
+        if refusal is not None and refusal[0] == HANG:
+            self.server.closing.wait()
         time.sleep(0.01)
         with self.server.lock:
             self.server.open -= 1
@@ -248,6 +257,7 @@ def busy(*refusals: tuple[int, dict[str, str]]) -> Iterator[BusyServer]:
     try:
         yield server
     finally:
+        server.closing.set()
         server.shutdown()
         server.server_close()
         thread.join()
@@ -261,6 +271,18 @@ def test_a_busy_server_costs_no_row_an_attempt_and_is_left_alone_as_long_as_it_a
             completed(collect(engine, 5))
         assert len(server.arrivals) == 6
         assert server.arrivals[1] - server.arrivals[0] >= 1.0
+
+
+@pytest.mark.parametrize("status", [429, 502, 503])
+def test_a_wait_that_the_server_asks_for_counts_as_progress(status: int) -> None:
+    with busy((status, {"Retry-After": "1"})) as server, started(served(server.base_url)) as engine:
+        engine.submit(requests(engine._spec, TEXTS[:1], takes_tokens=False))
+        made, answers = set(), []
+        while not answers:
+            answers = engine.poll(0.05)
+            made.add(engine.tokens_made())
+        completed({a.key: a for a in answers})
+        assert len(made) > 2  # more than none, and the answer
 
 
 def test_no_more_requests_are_open_than_allowed() -> None:
@@ -282,6 +304,23 @@ def test_a_server_error_is_the_rows_transient_failure() -> None:
         assert [(f.reason, f.transient) for f in failures] == [(Reason.ENGINE_ERROR, True)]
 
 
+def test_a_request_that_hangs_is_given_up_and_those_that_wait_for_their_turn_are_not() -> None:
+    with busy((HANG, {}), (429, {"Retry-After": "2"})) as server:
+        spec = served(
+            server.base_url,
+            model={"max_concurrency": 1},
+            retry={"row_timeout_seconds": 1.0, "engine_attempts": 1},
+        )
+        with started(spec) as engine:
+            engine.submit(requests(spec, TEXTS[:3], takes_tokens=False))
+            answers = collect(engine, 3)
+        late = answers.pop("0")
+        assert isinstance(late, RequestFailure)
+        assert (late.reason, late.transient) == (Reason.TIMED_OUT, True)
+        assert "retry.row_timeout_seconds=1" in late.message
+        completed(answers)
+
+
 def test_a_refused_key_ends_the_engine() -> None:
     with busy((401, {})) as server:
         spec = served(server.base_url)
@@ -295,6 +334,42 @@ def test_a_server_that_is_not_there_is_an_engine_error() -> None:
     engine = load_engine(served(f"http://127.0.0.1:{free_port()}/v1"))
     with pytest.raises(EngineError, match="does not answer"):
         engine.start()
+
+
+def test_a_server_whose_machine_is_gone_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("airflow_batchinfer.worker.engines.openai._CONNECT_SECONDS", 0.2)
+    monkeypatch.setattr("airflow_batchinfer.worker.engines.openai._AWAY_SECONDS", 0.5)
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        once = threading.Thread(target=_answer_once, args=(listener,), daemon=True)
+        once.start()
+        spec = served(f"http://127.0.0.1:{listener.getsockname()[1]}/v1")
+        engine = stack.enter_context(started(spec))
+        once.join(PATIENCE_SECONDS)
+        for _ in range(4):  # once its queue is full, Linux answers a connection with silence
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(listener.getsockname())
+        engine.submit(requests(spec, TEXTS[:2], takes_tokens=False))
+        with pytest.raises(EngineDied, match=r"cannot be reached for .*ConnectTimeout"):
+            collect(engine, 2)
+
+
+def _answer_once(listener: socket.socket) -> None:
+    connection, _ = listener.accept()
+    with connection:
+        connection.recv(65536)
+        connection.sendall(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+
+
+def test_the_check_of_a_schema_sends_only_fields_that_the_job_sends() -> None:
+    with busy() as server:
+        engine = {"max_tokens": None, "max_completion_tokens": 50}
+        task = {"type": "choice", "labels": ["yes", "no"]}
+        with started(served(server.base_url, task=task, model={"engine": engine})):
+            (body,) = server.bodies
+        assert "max_tokens" not in body
+        assert body["max_completion_tokens"] == 1
 
 
 def test_kill_wakes_a_waiting_poll() -> None:

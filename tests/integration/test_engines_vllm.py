@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from airflow_batchinfer.errors import SpecError
-from airflow_batchinfer.run.outcome import Reason
+from airflow_batchinfer.outcome import Reason
 from airflow_batchinfer.spec import JobSpec
 from airflow_batchinfer.worker.engines import load_engine
 from airflow_batchinfer.worker.engines.base import Completion, EngineDied, Request, RequestFailure

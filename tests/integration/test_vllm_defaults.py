@@ -104,6 +104,18 @@ def test_parameters_of_a_request(task: str, adapter: str) -> None:
     assert_covered(differing(given, type(given)()) - NEUTRAL_OF_A_REQUEST, spec)
 
 
+@pytest.mark.parametrize(
+    ("fields", "greedy"),
+    [({}, True), ({"task": {"type": "embed"}}, True), ({"sampling": {"temperature": 0.5}}, False)],
+)
+def test_a_job_is_greedy_if_no_seed_decides_anything(fields: dict[str, Any], greedy: bool) -> None:
+    from airflow_batchinfer.worker.engines.vllm_parameters import Parameters
+
+    parameters = Parameters(job(**fields))
+    same = parameters.of_seed(1) is parameters.of_seed(2)
+    assert (parameters.greedy, same) == (greedy, greedy)
+
+
 def test_an_adapter_gets_room_for_its_rank_or_is_a_spec_error(adapter: str, tmp_path: Path) -> None:
     from airflow_batchinfer.worker.engines.vllm_options import engine_arguments
 

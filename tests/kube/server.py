@@ -36,6 +36,8 @@ class KubeServer:
         self.cluster = cluster
         self.requests: list[tuple[str, str]] = []
         """Method and path of every request."""
+        self.outage = 0
+        """How many of the next requests get no better answer than 503."""
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
         self._server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._server.server_port}"
@@ -123,6 +125,18 @@ def _handler(server: KubeServer) -> type[BaseHTTPRequestHandler]:
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+
+        def parse_request(self) -> bool:
+            if not super().parse_request():
+                return False
+            if server.outage > 0:
+                server.outage -= 1
+                self._body()
+                self._refuse(
+                    HTTPStatus.SERVICE_UNAVAILABLE, "the server is shutting down", "ServiceUnavailable"
+                )
+                return False
+            return True
 
         def do_GET(self) -> None:
             path, query = self._target()

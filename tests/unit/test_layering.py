@@ -15,17 +15,38 @@ NAME = PACKAGE.name
 
 BELOW = {
     "store": {"errors"},
-    "spec": {"errors", "store"},  # the options of a store are part of the spec
-    "run": {"errors", "spec", "store"},
-    "prompts": {"errors", "spec", "store", "run"},
-    "pipeline": {"errors", "spec", "store", "run", "prompts"},
-    "worker": {"errors", "spec", "store", "run", "prompts"},
+    "spec": {"errors", "outcome", "store"},  # the options of a store are part of the spec
+    "run": {"errors", "outcome", "spec", "store"},
+    "prompts": {"errors", "outcome", "spec", "store", "run"},
+    "pipeline": {"errors", "outcome", "spec", "store", "run", "prompts"},
+    "worker": {"errors", "outcome", "spec", "store", "run", "prompts"},
     "yaml_text": {"errors"},
-    "operators": {"errors", "spec", "spec_files", "yaml_text", "store", "run", "prompts", "pipeline"},
+    "operators": {
+        "errors",
+        "outcome",
+        "spec",
+        "spec_files",
+        "yaml_text",
+        "store",
+        "run",
+        "prompts",
+        "pipeline",
+    },
 }
 """What each layer may import of the package, itself apart."""
 
-NO_AIRFLOW = ("spec", "yaml_text", "errors", "store", "run", "prompts", "pipeline", "worker", "cli")
+NO_AIRFLOW = (
+    "outcome",
+    "spec",
+    "yaml_text",
+    "errors",
+    "store",
+    "run",
+    "prompts",
+    "pipeline",
+    "worker",
+    "cli",
+)
 HEAVY = {"airflow", "duckdb", "deltalake", "pandas", "great_expectations"}
 """What the worker's environment does not have."""
 
@@ -72,7 +93,7 @@ def test_only_operators_know_airflow_and_only_the_worker_knows_vllm() -> None:
             assert "airflow" not in roots, path
         if layer != "worker":
             assert not roots & {"vllm", "torch"}, path
-        if layer in ("spec", "yaml_text", "errors", "store", "run", "prompts", "worker"):
+        if layer in ("outcome", "spec", "yaml_text", "errors", "store", "run", "prompts", "worker"):
             assert not roots & HEAVY, path
 
 

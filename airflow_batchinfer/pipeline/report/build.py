@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import Literal
 
+from airflow_batchinfer.outcome import Outcome
 from airflow_batchinfer.pipeline.accounting import Account
 from airflow_batchinfer.pipeline.answers import ShardAnswers, shards_of
 from airflow_batchinfer.pipeline.attempts import Attempt, attempts_of
@@ -21,7 +22,6 @@ from airflow_batchinfer.pipeline.verdict import Verdict
 from airflow_batchinfer.run.commit import Tokens
 from airflow_batchinfer.run.layout import DEAD_LETTERS, RunLayout, results_table
 from airflow_batchinfer.run.ledger import Ledger
-from airflow_batchinfer.run.outcome import Outcome
 from airflow_batchinfer.run.plan import Plan
 from airflow_batchinfer.run.stop import Stop, read_stop
 from airflow_batchinfer.store import Store

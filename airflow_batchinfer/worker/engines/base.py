@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from airflow_batchinfer.run.outcome import Reason
+from airflow_batchinfer.outcome import Reason
 from airflow_batchinfer.spec import JobSpec
 
 
@@ -68,6 +68,13 @@ class EngineInfo:
     max_model_len: int | None
     """Tokens that prompt and answer may have together; none if the engine does not say."""
     options: dict[str, str] = field(default_factory=dict)
+    greedy: bool = False
+    """Whether seeds decide nothing: a prompt asked again gets practically the same answer."""
+    keeps_row_timeout: bool = False
+    """Whether the engine itself gives up (`TIMED_OUT`) what runs for longer than `retry.row_timeout_seconds`.
+
+    Else the worker does, and takes the engine's queue to be first in, first out.
+    """
 
 
 class Engine(Protocol):
@@ -121,5 +128,9 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None:
-        """End the engine in good order, started or only preloaded; nothing is in flight."""
+        """End the engine in good order, started or only preloaded; nothing is in flight.
+
+        Raises:
+            EngineError: it does not end, not even by force, so no successor can take its place.
+        """
         ...

@@ -28,6 +28,11 @@ class AdaptiveLimit:
         """Requests that may be open at once, now."""
         return max(1, int(self._size))
 
+    @property
+    def paused(self) -> bool:
+        """Whether nothing is sent now; see `pause`."""
+        return time.monotonic() < self._resume_at
+
     async def __aenter__(self) -> None:
         async with self._changed:
             await self._changed.wait_for(lambda: self._taken < self.size)

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import httpx
 
 from airflow_batchinfer.errors import EngineError, SpecError
-from airflow_batchinfer.run.outcome import Reason
+from airflow_batchinfer.outcome import Reason
 from airflow_batchinfer.spec import ChoiceTask, EmbedTask, JobSpec, JsonTask, RegexTask
 from airflow_batchinfer.worker.engines.base import Completion, EngineDied, EngineInfo, Request, RequestFailure
 from airflow_batchinfer.worker.engines.concurrency import AdaptiveLimit
@@ -34,13 +34,16 @@ T = TypeVar("T")
 _ACCEPTED = frozenset({"stop", "length"})
 _AWAY_SECONDS = 30.0
 """No connection for so long: the server is gone."""
+_CONNECT_SECONDS = 10.0
 _FIRST_CONCURRENCY = 16
-_BUSY = frozenset({429, 503, 529})
-"""The server asks for less; says nothing about the row."""
+_BUSY = frozenset({429, 502, 503, 529})
+"""The server asks for less, or is away behind its proxy; says nothing about the row."""
 _BUSY_ATTEMPTS = 8
 _LONGEST_WAIT = 300.0
 """Seconds; a `Retry-After` beyond this is cut to it."""
 _CREDENTIALS = frozenset({401, 403})
+_LENGTH_FIELDS = ("max_tokens", "max_completion_tokens")
+"""Names of the answer's length; a server may refuse one that the job did not choose."""
 
 
 class OpenAIEngine:
@@ -54,6 +57,8 @@ class OpenAIEngine:
         self._answers: queue.SimpleQueue[Answer | EngineDied] = queue.SimpleQueue()
         self._died: EngineDied | None = None
         self._tokens_made = 0
+        self._waits = 0
+        """Polls while nothing was sent because the server had asked for it, which is no stall."""
         self._running: _Loop | None = None
         self._key: str | None = None
 
@@ -87,6 +92,7 @@ class OpenAIEngine:
 
     def poll(self, timeout: float) -> list[Answer]:
         self._alive()
+        self._waits += self._limit.paused
         answers: list[Answer] = []
         with contextlib.suppress(queue.Empty):
             answer = self._answers.get(timeout=timeout)
@@ -104,7 +110,7 @@ class OpenAIEngine:
         self._alive().cancel(keys)
 
     def tokens_made(self) -> int:
-        return self._tokens_made
+        return self._tokens_made + self._waits
 
     def kill(self) -> None:
         self._answers.put(EngineDied("the engine was ended"))
@@ -139,7 +145,7 @@ class OpenAIEngine:
         self._client = httpx.AsyncClient(
             base_url=self._base_url + "/",
             headers={"Authorization": f"Bearer {self._key}"} if self._key else {},
-            timeout=httpx.Timeout(self._spec.retry.row_timeout_seconds, connect=10.0, pool=None),
+            timeout=httpx.Timeout(self._spec.retry.row_timeout_seconds, connect=_CONNECT_SECONDS, pool=None),
             limits=httpx.Limits(max_connections=most, max_keepalive_connections=most),
         )
         assert self._running is not None
@@ -152,6 +158,7 @@ class OpenAIEngine:
             max_in_flight=2 * most,
             max_model_len=length,
             options={"max_concurrency": str(most)},
+            keeps_row_timeout=True,
         )
 
     async def _check_model(self) -> int | None:
@@ -176,9 +183,10 @@ class OpenAIEngine:
         """One request for one token, so that a schema the server cannot compile ends the job at once."""
         if not isinstance(self._spec.task, (ChoiceTask, JsonTask, RegexTask)):
             return
+        one_token = {name: 1 for name in _LENGTH_FIELDS if name in self._body}
         messages = [{"role": "user", "content": "?"}]
         response = await self._client.post(
-            "chat/completions", json={**self._body, "messages": messages, "max_tokens": 1}
+            "chat/completions", json={**self._body, **one_token, "messages": messages}
         )
         if response.status_code in (400, 422):
             field = {"choice": "labels", "json": "schema", "regex": "pattern"}[self._spec.task.type]
@@ -195,18 +203,25 @@ class OpenAIEngine:
 
     async def _ask(self, request: Request) -> Answer | EngineDied:
         path, body = self._endpoint(request)
+        limit = self._spec.retry.row_timeout_seconds
         busy = 0
         while True:
             async with self._limit:
                 started = time.monotonic()
                 try:
-                    response = await self._client.post(path, json=body)
-                except httpx.ConnectError as error:
+                    async with asyncio.timeout(limit):
+                        response = await self._client.post(path, json=body)
+                except TimeoutError:
+                    self._limit.went_badly(started)
+                    text = f"no answer within retry.row_timeout_seconds={limit:g}"
+                    return RequestFailure(request.key, Reason.TIMED_OUT, text, True, retry_after=0.0)
+                except (httpx.ConnectError, httpx.ConnectTimeout) as error:
                     self._limit.went_badly(started)
                     away = time.monotonic() - (self._away_since or started)
                     self._away_since = self._away_since or started
                     if away > _AWAY_SECONDS:
-                        return EngineDied(f"{self._base_url} cannot be reached for {away:.0f} s: {error}")
+                        why = f"{type(error).__name__} {error}"
+                        return EngineDied(f"{self._base_url} cannot be reached for {away:.0f} s: {why}")
                     self._limit.pause(1.0)
                     continue
                 except httpx.TransportError as error:

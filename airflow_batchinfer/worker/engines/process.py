@@ -23,6 +23,7 @@ from pathlib import Path
 from socket import socketpair
 from typing import Any
 
+from airflow_batchinfer.errors import EngineError
 from airflow_batchinfer.worker.engines.base import EngineDied
 
 Message = tuple[Any, ...]
@@ -30,6 +31,9 @@ Message = tuple[Any, ...]
 
 _SHARED_MEMORY = "/dev/shm/psm_"
 """Where Python's `multiprocessing.shared_memory` lies, which engines use between their processes."""
+
+_ENDING_SECONDS = 45.0
+"""A killed process gives back its memory, which takes a while if it is much, and is gone by then."""
 
 _GUARDIAN = "read -r _; kill -KILL 0"
 
@@ -94,12 +98,22 @@ class EngineProcess:
             path.unlink(missing_ok=True)
 
     def close(self, timeout: float) -> None:
-        """Let the process leave by itself for `timeout` seconds, then end it; once, and the last call."""
+        """Let the process leave by itself for `timeout` seconds, then end it; once, and the last call.
+
+        Raises:
+            EngineError: it does not end, as it is inside the kernel for good: a driver that hangs, say.
+        """
         self._outgoing.put(None)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout)
         self.kill()
-        self._process.wait()
+        try:
+            self._process.wait(_ENDING_SECONDS)
+        except subprocess.TimeoutExpired as error:
+            raise EngineError(
+                f"the engine's process {self.pid} has not ended {_ENDING_SECONDS:g} s after SIGKILL, so its "
+                "device may hang: look at the node's kernel log, and run again elsewhere"
+            ) from error
         self._sender.join()
         self._connection.close()
         os.close(self._ended)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from airflow_batchinfer.errors import EngineError, SpecError
-from airflow_batchinfer.run.outcome import Reason
+from airflow_batchinfer.outcome import Reason
 from airflow_batchinfer.spec import JobSpec
 from airflow_batchinfer.worker.engines.base import Completion, EngineDied, EngineInfo, Request, RequestFailure
 from airflow_batchinfer.worker.engines.process import EngineProcess, Message
@@ -28,6 +28,7 @@ class VllmEngine:
         self._tokens_made = 0
         self._told_to_start = False
         self._killed = False
+        self._died: EngineDied | None = None
 
     def preload(self) -> None:
         """Start the host, which prepares vLLM at once and touches no accelerator before it is told to."""
@@ -67,10 +68,15 @@ class VllmEngine:
     def poll(self, timeout: float) -> list[Completion | RequestFailure]:
         process = self._running()
         finished: list[Completion | RequestFailure] = []
-        while (message := process.receive(0.0 if finished else timeout)) is not None:
-            finished.extend(self._read(message))
-            if not finished:  # news of progress only: let the caller look at its clock
-                break
+        try:
+            while (message := process.receive(0.0 if finished else timeout)) is not None:
+                finished.extend(self._read(message))
+                if not finished:  # news of progress only: let the caller look at its clock
+                    break
+        except EngineDied as error:
+            if not finished:
+                raise
+            self._died = error  # its turn is the next call: what is finished is paid for
         return finished
 
     def abort(self, keys: Sequence[str]) -> None:
@@ -86,12 +92,14 @@ class VllmEngine:
             self._process.kill()
 
     def close(self) -> None:
-        if self._process is not None:
-            self._process.send("close")
-            self._process.close(_CLOSE_SECONDS if self._told_to_start else 0.0)
-            self._process = None
+        process, self._process = self._process, None
+        if process is not None:
+            process.send("close")
+            process.close(_CLOSE_SECONDS if self._told_to_start else 0.0)
 
     def _running(self) -> EngineProcess:
+        if self._died is not None:
+            raise self._died
         if self._process is None:
             raise EngineDied("the engine is not running")
         return self._process

@@ -18,7 +18,7 @@ from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.usage.usage_lib import UsageContext
 
 from airflow_batchinfer.errors import SpecError
-from airflow_batchinfer.run.outcome import Reason
+from airflow_batchinfer.outcome import Reason
 from airflow_batchinfer.spec import ChoiceTask, JobSpec, JsonTask, RegexTask
 from airflow_batchinfer.worker.engines.vllm_options import engine_config
 from airflow_batchinfer.worker.engines.vllm_parameters import Parameters
@@ -104,6 +104,7 @@ class VllmDriver:
             "max_in_flight": _IN_FLIGHT_BATCHES * scheduler.max_num_seqs,
             "max_model_len": model.max_model_len,
             "options": {name: str(value) for name, value in options.items()},
+            "greedy": self._parameters.greedy,
         }
 
     def add(self, key: str, seed: int, token_ids: list[int]) -> Result | None:

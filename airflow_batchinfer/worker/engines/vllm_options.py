@@ -22,6 +22,7 @@ from vllm.utils.cpu_resource_utils import get_memory_node_info, get_visible_memo
 from vllm.v1.structured_output.backend_xgrammar import has_xgrammar_unsupported_json_features
 
 from airflow_batchinfer.errors import SpecError
+from airflow_batchinfer.prompts.hub import from_hub
 from airflow_batchinfer.spec import EmbedTask, JobSpec, JsonTask, ModelSpec
 
 _ELSEWHERE = {
@@ -52,12 +53,14 @@ def engine_config(spec: JobSpec) -> VllmConfig:
 
     Raises:
         SpecError: vLLM refuses an argument, the model, or how they go together.
+        EngineError: the model's files cannot be had now, as the hub is away.
     """
     arguments = engine_arguments(spec)
     if current_platform.is_cpu():
         _stay_in_one_process()
     try:
-        return arguments.create_engine_config(UsageContext.LLM_CLASS)
+        with from_hub("model.name", spec.model.name):
+            return arguments.create_engine_config(UsageContext.LLM_CLASS)
     except OSError as error:
         raise SpecError(f"model.name: `{spec.model.name}` cannot be loaded: {error}") from error
     except (TypeError, ValueError) as error:
@@ -73,6 +76,7 @@ def engine_arguments(spec: JobSpec) -> EngineArgs:
     Raises:
         SpecError: an option is unknown (with the nearest known one), belongs to another field, or has a
             value that vLLM refuses.
+        EngineError: a file cannot be had now, as the hub is away.
     """
     model = spec.model
     _check_names(model)
@@ -87,13 +91,14 @@ def engine_arguments(spec: JobSpec) -> EngineArgs:
     if current_platform.is_cpu():
         _fill_cpu_defaults(options)
     try:
-        return EngineArgs(
-            model=model.name,
-            revision=model.revision,
-            tokenizer=model.tokenizer,
-            trust_remote_code=model.trust_remote_code,
-            **{name: _as_config(name, value) for name, value in options.items()},
-        )
+        with from_hub("model.name", model.name):
+            return EngineArgs(
+                model=model.name,
+                revision=model.revision,
+                tokenizer=model.tokenizer,
+                trust_remote_code=model.trust_remote_code,
+                **{name: _as_config(name, value) for name, value in options.items()},
+            )
     except HFValidationError as error:
         raise SpecError(f"model.name: `{model.name}` is no folder here and no Hugging Face name") from error
     except OSError as error:
@@ -107,9 +112,11 @@ def _room_for(adapter: str) -> int:
 
     Raises:
         SpecError: there is no such adapter, or its rank is above all that vLLM takes.
+        EngineError: it cannot be had now, as the hub is away.
     """
     try:
-        folder = Path(get_adapter_absolute_path(adapter))
+        with from_hub("model.adapter", adapter):
+            folder = Path(get_adapter_absolute_path(adapter))
         config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
         rank = max([config["r"], *(config.get("rank_pattern") or {}).values()])
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -24,15 +24,16 @@ class Parameters:
 
     def of_seed(self, seed: int) -> SamplingParams | PoolingParams:
         """The parameters; greedy decoding uses no seed, so all its rows share one object."""
-        slot = 0 if self._greedy else seed
+        slot = 0 if self.greedy else seed
         if slot not in self._made:
             if len(self._made) >= _MOST_KEPT:
                 self._made.clear()
-            self._made[slot] = self._make(None if self._greedy else seed)
+            self._made[slot] = self._make(None if self.greedy else seed)
         return self._made[slot]
 
     @property
-    def _greedy(self) -> bool:
+    def greedy(self) -> bool:
+        """Whether no seed decides anything."""
         return isinstance(self._task, EmbedTask) or self._sampling.temperature == 0.0
 
     def _make(self, seed: int | None) -> SamplingParams | PoolingParams:

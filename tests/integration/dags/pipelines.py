@@ -29,7 +29,13 @@ retried_job = batch_inference(
 )
 
 piloted_job = batch_inference(
-    job_of_conf, dag_id="piloted_job", params=PARAMS, retries=0, pilot=True, judge=True
+    job_of_conf,
+    dag_id="piloted_job",
+    params=PARAMS,
+    retries=1,
+    retry_delay=timedelta(seconds=1),
+    pilot=True,
+    judge=True,
 )
 
 model_job = batch_inference(
@@ -46,9 +52,9 @@ model_job = batch_inference(
 
 with DAG("somebodys_own", params=PARAMS) as somebodys_own:
 
-    @task
-    def before() -> str:
-        return "done"
+    @task.branch
+    def before(params: dict[str, Any]) -> list[str]:
+        return ["inference.split"] if params["spec"] else []
 
     @task
     def after(published: dict[str, Any]) -> int:

@@ -1,12 +1,23 @@
+import re
 import subprocess
 import sys
+import textwrap
+from pathlib import Path
 
 import pytest
+import yaml
 
-from airflow_batchinfer.errors import SpecError
+from airflow_batchinfer.errors import (
+    GateError,
+    IncompleteRunError,
+    SpecError,
+    StaleLedgerError,
+    StoreError,
+)
 
 pytestmark = pytest.mark.airflow_env
 
+ROOT = Path(__file__).resolve().parents[3]
 JUDGE = {
     "prompt": {"template": "Is {{ output }} right for {{ text }}?"},
     "task": {"type": "choice", "labels": ["yes", "no"]},
@@ -83,10 +94,18 @@ def test_parallelism_pool_and_retries_reach_the_infer_task(build):
     )
 
 
-def test_reconcile_report_and_gate_are_not_retried(build):
-    """Their answer does not change by asking again."""
-    dag = build(FIELDS)
-    assert [dag.get_task(t).retries for t in ("reconcile", "report", "gate")] == [0, 0, 0]
+def test_every_task_survives_an_outage_and_none_repeats_a_verdict(build):
+    """A store that is away for a minute, or a lost worker of Airflow's, must not end a complete run red."""
+    from airflow.sdk import RetryAction
+
+    dag = build({**FIELDS, "pilot": {"rows": 20}, "judge": JUDGE}, retries=4)
+    for task in dag.tasks:
+        settings = getattr(task, "partial_kwargs", None) or vars(task)
+        assert settings["retries"] == 4, task.task_id
+        decide = settings["retry_policy"].evaluate
+        assert decide(StoreError("throttled"), 1, 5).action == RetryAction.RETRY, task.task_id
+        for verdict in (IncompleteRunError, StaleLedgerError, GateError):
+            assert decide(verdict("no"), 1, 5).action == RetryAction.FAIL, task.task_id
 
 
 def test_task_group_in_somebodys_dag(build):
@@ -110,6 +129,38 @@ def test_arguments_that_do_not_fit(build):
         build(FIELDS, runtime="slurm")
     with pytest.raises(SpecError, match="did you mean `prompt`"):
         build(FIELDS | {"promt": {}})
+
+
+def test_a_spec_file_beside_the_dag_is_not_where_airflow_runs(build, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SpecError, match=r"write Path\(__file__\).parent / 'tickets.yaml'"):
+        build("tickets.yaml")
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md", "docs/airflow.md", "docs/kubernetes.md"])
+def test_examples_run_as_printed(page, tmp_path, monkeypatch):
+    monkeypatch.chdir("/")
+    for name in ("tickets.yaml", "job.yaml", "my.yaml"):
+        (tmp_path / name).write_text(yaml.safe_dump(FIELDS))
+    fences = re.findall(r"^( *)```python\n(.*?)^ *```$", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
+    examples = [textwrap.dedent(code).replace("/opt/jobs", str(tmp_path)) for _, code in fences]
+    dags = [code for code in examples if "dag = batch_inference(" in code]
+    assert dags
+    for code in dags:
+        exec(code, {"__file__": str(tmp_path / "dag.py")})
+
+
+def test_pods_need_an_image(build):
+    """Kubernetes refuses a pod without one only when split has read all input."""
+    from airflow.sdk import DAG
+
+    with pytest.raises(ValueError, match="the pods have no image"):
+        build(FIELDS, runtime="kubernetes")
+    build(FIELDS, runtime="kubernetes", infer_arguments={"image": "worker"})
+    build(FIELDS, runtime="kubernetes", infer_arguments={"pod_template_file": "/pod.yaml"})
+    build(FIELDS, runtime="kubernetes", default_args={"image": "worker"})
+    with DAG("mine", default_args={"image": "worker"}):
+        build(FIELDS, runtime="kubernetes", group_id="llm")
 
 
 def test_conf_keys_are_checked():

@@ -31,6 +31,22 @@ def test_refuses_a_bundle_of_another_split(bundle, change):
         ShardWork.open(bundle | change)
 
 
+def test_news_of_a_store_that_cannot_be_read_harm_nobody(bundle, monkeypatch):
+    """They are for the log only, and whoever tells them watches over a worker that may be fine."""
+    work = ShardWork.open(bundle)
+
+    def unreadable(*_):
+        raise errors.StoreError("cannot list s3://b/p: 503")
+
+    monkeypatch.setattr(LocalStore, "list", unreadable)
+    said = ["shard 0001: nothing to tell for now: cannot list s3://b/p: 503"]
+    assert list(work.progress_news()) == said
+    assert list(work.progress_news()) == [], "told once"
+    assert list(work.summary()) == said
+    with pytest.raises(errors.StoreError):
+        work.check_committed()
+
+
 def test_says_when_the_plan_is_gone(bundle):
     with pytest.raises(errors.StoreError, match=r"plan\.json is gone"):
         ShardWork.open(bundle | {"folder": "job/runs/other"})

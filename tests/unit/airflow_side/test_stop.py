@@ -26,7 +26,16 @@ def test_brake_is_pulled_and_released(tmp_path):
     stop = read_stop(store, FOLDER)
     assert (stop.by, stop.reason) == ("task brake of DAG watch", "the price doubled")
     release = ResumeRunOperator(task_id="resume", **where)
-    assert tuple(release.template_fields) == ()
     assert release.execute(CONTEXT) is True
     assert release.execute(CONTEXT) is False
     assert read_stop(store, FOLDER) is None
+
+
+def test_the_run_may_be_found_at_run_time(tmp_path):
+    from airflow_batchinfer.operators.stop import StopRunOperator
+
+    pull = StopRunOperator(
+        task_id="stop", store=str(tmp_path), folder="{{ params.folder }}", reason="{{ not rendered }}"
+    )
+    pull.render_template_fields({"params": {"folder": FOLDER}})
+    assert (pull.folder, pull.reason) == (FOLDER, "{{ not rendered }}")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from airflow_batchinfer.errors import CorruptError
+from airflow_batchinfer.outcome import Outcome, Reason, outcome_of
 from airflow_batchinfer.run.commit import Commit, CommittedPart, Tokens, chosen_commit, commits_of
 from airflow_batchinfer.run.epoch import EPOCH_PATTERN, new_epoch
 from airflow_batchinfer.run.fingerprint import (
@@ -17,7 +18,6 @@ from airflow_batchinfer.run.fingerprint import (
     fingerprint_fields,
 )
 from airflow_batchinfer.run.layout import RunLayout, run_dir, safe_run_id
-from airflow_batchinfer.run.outcome import Outcome, Reason, outcome_of
 from airflow_batchinfer.spec import JobSpec
 from airflow_batchinfer.store import LocalStore
 from tests.unit.contract.test_spec import LEAST

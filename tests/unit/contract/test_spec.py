@@ -57,10 +57,24 @@ def _changed(path: str, value: Any) -> dict[str, Any]:
         ("model.backend", "vlm", "`backend` must be `vllm`, `openai` or `package.module:Class`"),
         ("model.base_url", "http://x", "belong to `backend: openai`"),
         ("model.engine", {"trust_remote_code": True}, "set `model.trust_remote_code`"),
+        ("model.engine", {"data_parallel_size": 2}, "workers at once are `sharding.max_parallel_shards`"),
         ("overlong", {"policy": "truncate"}, "needs `column`"),
         ("output.column", "row_id", "is taken by the results table"),
         ("input.carry", ["finish_reason"], "collides with a column of the results table"),
         ("storage_options", {"aws_secret_access_key": "x"}, "credentials"),
+        (
+            "failure",
+            {"max_dead_by_reason": {"overlong": 0.1}},
+            "by_reason.overlong: Input should be",
+        ),
+        (
+            "failure",
+            {"max_dead_by_reason": {"over_long": 5}},
+            "by_reason.over_long: Input should be",
+        ),
+        ("gate", {"max_tokens": 5}, "`gate.max_tokens` needs `pilot`"),
+        ("gate", {"approval": "required"}, "`gate.approval` needs `pilot`"),
+        ("line", {"window": 50, "min_rows": 60}, "`min_rows` (60) is more than `window` (50)"),
     ],
 )
 def test_a_wrong_field_is_refused_with_its_path_and_what_is_allowed(
@@ -68,6 +82,58 @@ def test_a_wrong_field_is_refused_with_its_path_and_what_is_allowed(
 ) -> None:
     with pytest.raises(SpecError) as caught:
         JobSpec.parse(_changed(path, value))
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"gate": {"max_cost": 5}}, "`gate.max_cost` needs `cost`"),
+        ({"gate": {"max_cost": 5}, "cost": {"currency": "EUR"}}, "`gate.max_cost` needs `cost`"),
+        (
+            {"gate": {"max_refusal_fraction": 0.1}, "task": {"type": "regex", "pattern": "a"}},
+            "`gate.max_refusal_fraction` is for `task.type: generate`",
+        ),
+        (
+            {"gate": {"max_identical_fraction": 0.9}, "task": {"type": "embed"}},
+            "is not for `task.type: embed`",
+        ),
+        ({"line": {"max_empty": 0.9}, "task": {"type": "embed"}}, "`line.max_empty` is not for"),
+    ],
+)
+def test_a_limit_that_nothing_could_break_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        JobSpec.parse(LEAST | {"pilot": {}} | fields)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("task", "combine", "message"),
+    [
+        ({"type": "generate"}, "concat", None),
+        ({"type": "generate"}, "list", None),
+        ({"type": "generate"}, "majority", "needs `overlong.combine: concat` or `list` (got `majority`)"),
+        ({"type": "choice", "labels": ["a", "b"]}, "majority", None),
+        (
+            {"type": "choice", "labels": ["a", "b"]},
+            "concat",
+            "needs `overlong.combine: majority` (got `concat`)",
+        ),
+        ({"type": "choice", "labels": ["a", "b"]}, "list", "needs `overlong.combine: majority` (got `list`)"),
+        ({"type": "json", "schema": {}}, "list", "is not for `task.type: json`"),
+        ({"type": "regex", "pattern": "a"}, "concat", "is not for `task.type: regex`"),
+        ({"type": "embed"}, "concat", "is not for `task.type: embed`"),
+    ],
+)
+def test_answers_to_windows_must_make_an_answer_of_the_task(
+    task: dict[str, Any], combine: str, message: str | None
+) -> None:
+    overlong = {"policy": "split", "column": "text", "combine": combine}
+    if message is None:
+        assert JobSpec.parse(LEAST | {"task": task, "overlong": overlong}).overlong.combine == combine
+        return
+    with pytest.raises(SpecError) as caught:
+        JobSpec.parse(LEAST | {"task": task, "overlong": overlong})
     assert message in str(caught.value)
 
 

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from airflow_batchinfer.errors import BatchInferError, InputError
+from airflow_batchinfer.outcome import Reason
 from airflow_batchinfer.pipeline.merge import merge
 from airflow_batchinfer.pipeline.reconcile import reconcile
 from airflow_batchinfer.pipeline.split import split
 from airflow_batchinfer.run.layout import RunLayout
-from airflow_batchinfer.run.outcome import Reason
 from airflow_batchinfer.run.plan import Plan
 from airflow_batchinfer.store import LocalStore
 from airflow_batchinfer.worker.checkpoint import encode_part

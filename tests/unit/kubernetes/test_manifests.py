@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -63,3 +65,16 @@ def test_what_dockerfiles_copy_exists(name: str) -> None:
 
     for source in copied:
         assert source.startswith("--") or (DOCKER.parent / source).exists(), source
+
+
+def test_the_airflow_image_keeps_its_own_versions(tmp_path: Path) -> None:
+    text = (DOCKER / "airflow.Dockerfile").read_text()
+    (program,) = re.findall(r"awk -F== '(.*?)' - /src/constraints.txt", text, re.DOTALL)
+    lock = tmp_path / "lock.txt"
+    lock.write_text("SQLAlchemy==2.1.9\nflask-cors==6.0.5\nduckdb==2.0.0\ntyping_extensions==4.15.0\n")
+    image = "sqlalchemy==2.0.44\nFlask-Cors==6.0.1\ntyping-extensions==4.14.0\npip==25.3\n"
+
+    command = ["awk", "-F==", program.replace("\\\n", ""), "-", str(lock)]
+    kept = subprocess.run(command, input=image, capture_output=True, text=True, check=True).stdout
+
+    assert kept == "duckdb==2.0.0\n"

@@ -7,6 +7,8 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -75,7 +77,13 @@ class Task:
 
     def context(self, try_number: int = 1) -> Any:
         ti = SimpleNamespace(
-            dag_id="dag", task_id="infer", run_id="run", map_index=0, try_number=try_number, xcom_push=_ignore
+            dag_id="dag",
+            task_id="infer",
+            run_id="run",
+            map_index=0,
+            try_number=try_number,
+            start_date=datetime.now(UTC),
+            xcom_push=_ignore,
         )
         return {"ti": ti, "run_id": "run", "dag": SimpleNamespace(), "task_state_store": self.state}
 
@@ -111,8 +119,8 @@ def kube(tmp_path: Path) -> Iterator[KubeServer]:
 
 @pytest.fixture
 def task(kube: KubeServer, tmp_path: Path) -> Callable[..., Task]:
-    def make(shards: int = 1, **overrides: Any) -> Task:
-        spec = job(tmp_path / "store", **({"checkpoint": {"rows": 2, "grace_seconds": 1}} | overrides))
+    def make(shards: int = 1, store: str = "store", **overrides: Any) -> Task:
+        spec = job(tmp_path / store, **({"checkpoint": {"rows": 2, "grace_seconds": 1}} | overrides))
         plan = plan_run(spec, [[f"row {s}-{i}" for i in range(12)] for s in range(shards)])
         return Task(kube, plan, kube.write_kubeconfig(tmp_path / "kubeconfig"))
 
@@ -213,6 +221,43 @@ def test_a_living_pod_is_found_again_and_not_paid_twice(task: Callable[..., Task
     lost.join(30)
 
 
+def test_another_airflows_pod_of_the_same_dag_and_run_is_left_alone(task: Callable[..., Task]) -> None:
+    from airflow.sdk.exceptions import TaskDeferred
+
+    from tests.kube.cluster import wait_until
+
+    theirs = task(store="theirs", model=SLOW | {"engine": {"delay_seconds": 60}})
+    with pytest.raises(TaskDeferred):
+        theirs.operator(deferrable=True).execute(theirs.context())
+    wait_until(theirs.kube.cluster.running)
+
+    ours = task(store="ours")
+    ours.operator().execute(ours.context())
+    ours.operator().execute(ours.context(try_number=2))  # puts away what an earlier try left
+
+    assert ours.committed()
+    assert [pod["metadata"]["name"] for pod in ours.kube.cluster.running()] == ours.kube.cluster.launched[:1]
+
+
+def test_a_pod_at_the_run_as_it_was_planned_before_is_not_taken_up(task: Callable[..., Task]) -> None:
+    from airflow.sdk.exceptions import TaskDeferred
+
+    from tests.kube.cluster import wait_until
+
+    before = task(name="before", model=SLOW | {"engine": {"delay_seconds": 60}})
+    with pytest.raises(TaskDeferred):
+        before.operator(deferrable=True).execute(before.context())
+    wait_until(before.kube.cluster.running)
+
+    anew = task(name="anew")  # another folder, as `on_changed_spec: restart` gives it
+    anew.state = before.state
+    anew.operator().execute(anew.context(try_number=2))
+
+    assert anew.committed()
+    assert len(anew.kube.cluster.launched) == 2
+    wait_until(lambda: not anew.kube.cluster.list("default", lambda _: True))
+
+
 def test_airflows_role_suffices(task: Callable[..., Task]) -> None:
     made = task(model=SLOW)
     at_half_way(made, made.kube.cluster.reclaim)
@@ -252,6 +297,69 @@ def test_reclaims_have_a_budget(task: Callable[..., Task]) -> None:
 
     made.operator().execute(made.context(try_number=2))  # a new try counts anew
     assert made.committed()
+
+
+def test_the_trigger_outlasts_an_outage_of_the_api_server(
+    task: Callable[..., Task], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from airflow.sdk.exceptions import TaskDeferred
+
+    made = task()
+    with pytest.raises(TaskDeferred) as deferred:
+        made.operator(deferrable=True).execute(made.context())
+    made.kube.outage = 40  # KubernetesPodOperator's trigger gives up after 15, in about a minute
+    sleep = asyncio.sleep
+
+    async def sleep_less(seconds: float) -> None:
+        await sleep(min(seconds, 0.1))
+
+    monkeypatch.setattr(asyncio, "sleep", sleep_less)
+
+    assert first_event(deferred.value.trigger, monkeypatch)["status"] == "success"
+    assert made.kube.outage == 0
+
+
+@pytest.mark.parametrize("deferrable", [True, False])
+def test_an_outage_of_the_api_server_fails_no_launch(task: Callable[..., Task], deferrable: bool) -> None:
+    from airflow.sdk.exceptions import TaskDeferred
+
+    made = task()
+    made.kube.outage = 2
+    with pytest.raises(TaskDeferred) if deferrable else nullcontext():
+        made.operator(deferrable=deferrable).execute(made.context())
+
+    assert len(made.kube.cluster.launched) == 1
+
+
+def test_an_outage_when_the_trigger_has_seen_the_end(task: Callable[..., Task]) -> None:
+    from airflow.sdk.exceptions import TaskDeferred
+
+    from tests.kube.cluster import wait_until
+
+    made = task()
+    with pytest.raises(TaskDeferred):
+        made.operator(deferrable=True).execute(made.context())
+    wait_until(lambda: made.committed() and not made.kube.cluster.running())
+    made.kube.outage = 2
+
+    event = {"status": "success", "name": made.kube.cluster.launched[0], "namespace": "default"}
+    made.operator(deferrable=True).trigger_reentry(made.context(), event)
+
+    assert made.fates() == ["committed"]
+
+
+def test_an_outage_beyond_all_patience_is_retried_by_name(
+    task: Callable[..., Task], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from airflow_batchinfer.operators import infer_kubernetes
+
+    made = task()
+    made.kube.outage = 1
+    monkeypatch.setattr(infer_kubernetes, "outlast_outage", lambda question: question)
+
+    event = {"status": "error", "name": "pod", "namespace": "default", "message": "no answer"}
+    with pytest.raises(WorkerLostError, match=r"the Kubernetes API does not answer.*Service Unavailable"):
+        made.operator(deferrable=True).trigger_reentry(made.context(), event)
 
 
 def test_a_dead_pod_is_never_taken_up(task: Callable[..., Task]) -> None:
@@ -422,6 +530,26 @@ def test_no_node_in_time(task: Callable[..., Task]) -> None:
     assert made.kube.cluster.list("default", lambda _: True) == []
 
 
+def test_execution_timeout_ends_a_deferred_pod(
+    task: Callable[..., Task], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from airflow.sdk.exceptions import TaskDeferred
+
+    from tests.kube.cluster import wait_until
+
+    made = task(model=SLOW | {"engine": {"delay_seconds": 5, "max_in_flight": 1}})
+    given = {"deferrable": True, "execution_timeout": timedelta(seconds=1)}
+    with pytest.raises(TaskDeferred) as deferred:
+        made.operator(**given).execute(made.context())
+
+    event = first_event(deferred.value.trigger, monkeypatch)
+    with pytest.raises(WorkerLostError, match=r"deadline: pod .*raise `execution_timeout`"):
+        made.operator(**given).trigger_reentry(made.context(), event)
+
+    wait_until(lambda: not made.kube.cluster.list("default", lambda _: True))
+    assert not made.committed(), "its log was not followed until it had ended"
+
+
 def test_a_bad_job_fails_with_the_workers_word(task: Callable[..., Task]) -> None:
     made = task(model=SLOW | {"backend": "tests.engines:NoSuchEngine"})
 
@@ -454,6 +582,65 @@ def test_the_pod_has_what_the_plan_decides(task: Callable[..., Task]) -> None:
     assert container.termination_message_policy == "FallbackToLogsOnError"
     assert pod.spec.affinity.node_affinity.preferred_during_scheduling_ignored_during_execution
     assert "nvidia.com/gpu" in {t.key for t in pod.spec.tolerations}
+
+
+TEMPLATE = {
+    "metadata": {"name": "mine"},
+    "spec": {
+        "affinity": {"podAffinity": {}},
+        "tolerations": [{"key": "mine", "operator": "Exists"}],
+        "securityContext": {"runAsUser": 7},
+        "terminationGracePeriodSeconds": 300,
+        "volumes": [{"name": "mine", "emptyDir": {}}],
+        "containers": [
+            {
+                "name": "worker",
+                "image": "template",
+                "command": ["/opt/worker"],
+                "resources": {"limits": {"memory": "80Gi"}},
+                "securityContext": {"readOnlyRootFilesystem": False},
+                "env": [{"name": "HF_HOME", "value": "/elsewhere"}],
+                "volumeMounts": [{"name": "mine", "mountPath": "/tmp"}],
+            }
+        ],
+    },
+}
+
+
+@pytest.mark.parametrize("given_as", ["pod_template_file", "pod_template_dict", "full_pod_spec"])
+def test_a_pod_template_wins_over_what_is_filled_in(
+    task: Callable[..., Task], given_as: str, tmp_path: Path
+) -> None:
+    from airflow.providers.cncf.kubernetes.pod_generator import PodGenerator
+
+    path = tmp_path / "pod.yaml"
+    path.write_text(yaml.safe_dump(TEMPLATE))
+    templates = {
+        "pod_template_file": str(path),
+        "pod_template_dict": TEMPLATE,
+        "full_pod_spec": PodGenerator.deserialize_model_dict(TEMPLATE),
+    }
+    made = task()
+    operator = made.operator(gpus=2, image=None, **{given_as: templates[given_as]})
+    operator._fill_in(operator._open_work())
+    pod = operator.build_pod_request_obj(made.context())
+    (container,) = pod.spec.containers
+    mounts = [m.mount_path for m in container.volume_mounts]
+
+    assert pod.metadata.name.startswith("mine-")
+    assert container.image == "template"
+    assert container.command == ["/opt/worker"]
+    assert container.args == operator.arguments
+    assert container.resources.limits == {"memory": "80Gi", "nvidia.com/gpu": "2"}
+    assert container.security_context.read_only_root_filesystem is False
+    assert [v.value for v in container.env if v.name == "HF_HOME"] == ["/elsewhere"]
+    assert len(mounts) == len(set(mounts))
+    assert {m.mount_path: m.name for m in container.volume_mounts}["/tmp"] == "mine"
+    assert "scratch" not in {v.name for v in pod.spec.volumes}
+    assert pod.spec.affinity.pod_affinity is not None
+    assert {"mine", "nvidia.com/gpu"} <= {t.key for t in pod.spec.tolerations}
+    assert pod.spec.security_context.run_as_user == 7
+    assert pod.spec.termination_grace_period_seconds == 300
 
 
 def test_row_data_and_sidecars_stay_out(task: Callable[..., Task]) -> None:

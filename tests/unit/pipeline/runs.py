@@ -13,12 +13,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from airflow_batchinfer.outcome import Reason, outcome_of
 from airflow_batchinfer.pipeline.merge import MergeResult, merge
 from airflow_batchinfer.pipeline.reconcile import reconcile
 from airflow_batchinfer.run.commit import Commit, CommittedPart, Tokens
 from airflow_batchinfer.run.epoch import new_epoch
 from airflow_batchinfer.run.layout import RunLayout
-from airflow_batchinfer.run.outcome import Reason, outcome_of
 from airflow_batchinfer.run.plan import Plan, PlannedShard
 from airflow_batchinfer.run.shard import PART_SCHEMA
 from airflow_batchinfer.spec import JobSpec

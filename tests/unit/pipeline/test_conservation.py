@@ -13,11 +13,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from airflow_batchinfer.outcome import Reason, outcome_of
 from airflow_batchinfer.pipeline.merge import merge
 from airflow_batchinfer.pipeline.reconcile import reconcile
 from airflow_batchinfer.pipeline.split import split
 from airflow_batchinfer.pipeline.standing import standing_of
-from airflow_batchinfer.run.outcome import Reason, outcome_of
 from airflow_batchinfer.store import LocalStore
 from tests.unit.pipeline.runs import (
     commit_run,

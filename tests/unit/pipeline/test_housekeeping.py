@@ -10,11 +10,14 @@ from pathlib import Path
 import pytest
 
 from airflow_batchinfer.cli import main
+from airflow_batchinfer.outcome import Reason
 from airflow_batchinfer.pipeline.housekeeping import delete_orphans, delete_runs, vacuum_tables
 from airflow_batchinfer.pipeline.merge import merge
 from airflow_batchinfer.pipeline.reconcile import reconcile
+from airflow_batchinfer.pipeline.replay import prepare_replay
 from airflow_batchinfer.pipeline.split import split
-from airflow_batchinfer.run.layout import RunLayout
+from airflow_batchinfer.pipeline.standing import standing_of
+from airflow_batchinfer.run.layout import RunLayout, runs_dir
 from airflow_batchinfer.run.plan import Plan
 from airflow_batchinfer.store import Store
 from tests.unit.pipeline.runs import commit_shard, job, publish_run, table_rows, write_input
@@ -55,6 +58,49 @@ def test_a_run_that_still_writes_is_not_old(store: Store, plan: Plan) -> None:
     assert delete_runs(store, "job", timedelta(days=5)).runs == []
 
 
+def test_generations_go_together(tmp_path: Path, store: Store, plan: Plan) -> None:
+    """With the first alone gone, the second would not be found, and be planned and paid again."""
+    spec = job(tmp_path, prompt={"template": "New: {{ text }}"}, on_changed_spec="restart")
+    second = split(store, spec, "run")
+    publish_run(store, second)
+    age(store, plan.folder, 10)
+    assert delete_runs(store, "job", timedelta(days=5)).runs == []
+    assert split(store, spec, "run") == second
+    age(store, second.folder, 10)
+    assert delete_runs(store, "job", timedelta(days=5)).runs == [second.folder, plan.folder]
+    assert list(store.list(runs_dir("job"))) == []
+
+
+def test_replays_stay_and_go_with_their_run(store: Store, plan: Plan) -> None:
+    publish_run(store, plan, dead=lambda i: Reason.OVER_LONG if i < 4 else None)
+    age(store, plan.folder, 10)
+    first = prepare_replay(store, plan.folder, "first")
+    assert delete_runs(store, "job", timedelta(days=5)).runs == []  # the replay could not be merged
+    publish_run(store, first, dead=lambda i: Reason.TIMED_OUT if i < 2 else None)
+    age(store, first.folder, 10)
+    assert delete_runs(store, "job", timedelta(days=5)).runs == []  # its letters are wanted by the next
+    second = prepare_replay(store, plan.folder, "second")
+    publish_run(store, second, dead=lambda i: Reason.TIMED_OUT if i < 1 else None)
+    letters = {r["row_id"]: r for r in table_rows(store, "dead_letters")}
+    assert [letters[i]["status"] for i in range(4)] == ["replayed", *["resolved"] * 3]
+    assert letters[0]["replays"] == 2
+    for folder in (plan.folder, first.folder, second.folder):
+        age(store, folder, 10)
+    assert len(delete_runs(store, "job", timedelta(days=5)).runs) == 3
+
+
+def test_a_replay_deleted_by_hand_holds_up_no_other(store: Store, plan: Plan) -> None:
+    publish_run(store, plan, dead=lambda i: Reason.OVER_LONG if i < 4 else None)
+    first = prepare_replay(store, plan.folder, "first")
+    publish_run(store, first, dead=lambda i: Reason.TIMED_OUT if i < 2 else None)
+    for info in list(store.list(first.folder)):
+        store.delete(info.key)
+    publish_run(store, prepare_replay(store, plan.folder, "second"))
+    assert [r["row_id"] for r in table_rows(store, "job/results")] == list(range(40))
+    assert {r["status"] for r in table_rows(store, "dead_letters")} == {"resolved"}
+    assert standing_of(store, plan).resolved == 4
+
+
 def test_orphans(store: Store, plan: Plan) -> None:
     layout = RunLayout(plan.folder)
     named = commit_shard(store, plan, plan.shards[0])
@@ -83,6 +129,17 @@ def test_vacuum_keeps_the_current_version(store: Store, plan: Plan) -> None:
     assert vacuum_tables(store, "job", timedelta(0), dry_run=True).objects >= 1
     assert vacuum_tables(store, "job", timedelta(0)).objects >= 1
     assert table_rows(store, "job/results") == before
+
+
+def test_vacuum_takes_what_a_killed_merge_has_left(store: Store, plan: Plan) -> None:
+    publish_run(store, plan)
+    left = "job/results/run_id=run/merged_by=run/part-of-no-commit.parquet"
+    store.write_bytes(left, b"x")
+    assert vacuum_tables(store, "job").objects == 0  # too young: its merge may be at work
+    age(store, "job/results", 8)
+    assert vacuum_tables(store, "job").objects == 1
+    assert not store.exists(left)
+    assert len(table_rows(store, "job/results")) == 40
 
 
 def test_commands(store: Store, plan: Plan, capsys: pytest.CaptureFixture[str]) -> None:

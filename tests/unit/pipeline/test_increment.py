@@ -6,13 +6,16 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from airflow_batchinfer.errors import SpecError
+from airflow_batchinfer.errors import CorruptError, SpecError
+from airflow_batchinfer.outcome import Reason
+from airflow_batchinfer.pipeline import buckets
 from airflow_batchinfer.pipeline.replay import prepare_replay
 from airflow_batchinfer.pipeline.split import split
 from airflow_batchinfer.pipeline.standing import standing_of
-from airflow_batchinfer.run.outcome import Reason
 from airflow_batchinfer.run.plan import Plan
 from airflow_batchinfer.spec import JobSpec
 from airflow_batchinfer.store import Store
@@ -33,12 +36,19 @@ def spec(folder: Path, **fields: Any) -> JobSpec:
 
 
 def night(
-    folder: Path, store: Store, name: str, rows: Rows, *, dead: Any = lambda _: None, **fields: Any
+    folder: Path,
+    store: Store,
+    name: str,
+    rows: Rows,
+    *,
+    dead: Any = lambda _: None,
+    answer: Any = None,
+    **fields: Any,
 ) -> Plan:
-    """One run over `rows`, whose answers name the night."""
+    """One run over `rows`, whose answers name the night by default."""
     write_input(folder, [{"id": k, **v} for k, v in rows.items()])
     plan = split(store, spec(folder, **fields), name)
-    publish_run(store, plan, answer=lambda r: f"{name}: {r['input']['text']}", dead=dead)
+    publish_run(store, plan, answer=answer or (lambda r: f"{name}: {r['input']['text']}"), dead=dead)
     assert standing_of(store, plan).rows == plan.rows
     return plan
 
@@ -72,11 +82,37 @@ def test_only_changed_and_new_rows_run(tmp_path: Path, store: Store) -> None:
     assert len(results(store, "one")) == 60
 
 
+def test_kept_rows_too_big_for_one_bucket(
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 20_000)
+    rows = {k: {**row, "who": str(i) * 5_000} for i, (k, row) in enumerate(first_night().items())}
+    export = [{"format": "parquet", "path": str(tmp_path / "{run_id}.parquet")}]
+    night(tmp_path, store, "one", rows)
+    plan = night(tmp_path, store, "two", dict(reversed(rows.items())), export=export)
+    assert plan.changes == {"unchanged": 60}
+    found = results(store, "two")
+    assert {k: (r["output"], r["who"]) for k, r in found.items()} == {
+        k: (f"one: {row['text']}", row["who"]) for k, row in rows.items()
+    }
+    assert pq.read_table(tmp_path / "two.parquet")["custom_id"].to_pylist() == list(reversed(rows))
+
+
 def test_nothing_changed_sends_nothing(tmp_path: Path, store: Store) -> None:
     night(tmp_path, store, "one", first_night())
     plan = night(tmp_path, store, "two", first_night())
     assert (plan.rows, plan.shards, plan.changes) == (0, [], {"unchanged": 60})
     assert {r["output"][:3] for r in results(store, "two").values()} == {"one"}
+
+
+@pytest.mark.parametrize("kind", [pa.int32(), pa.uint64(), pa.decimal128(20, 0), pa.large_string()])
+def test_ids_of_every_type_are_known_again(tmp_path: Path, store: Store, kind: pa.DataType) -> None:
+    rows = pa.table({"id": pa.array(["1", "20"]).cast(kind), "text": ["a", "b"], "who": ["x", "y"]})
+    for name in ("one", "two"):
+        write_input(tmp_path, rows)
+        plan = split(store, spec(tmp_path), name)
+        publish_run(store, plan)
+    assert plan.changes == {"unchanged": 2}
 
 
 def test_changed_template_runs_everything_and_says_so_first(tmp_path: Path, store: Store) -> None:
@@ -120,6 +156,80 @@ def test_removed_rows_over_several_nights(
     plan = night(tmp_path, store, "four", {**rows, "k7": gone}, removed_rows=policy)
     assert plan.changes == ({"unchanged": 60} if policy == "keep" else {"new": 1, "unchanged": 59})
     assert results(store, "four")["k7"]["output"] is not None
+
+
+def test_a_removed_row_that_comes_back_under_another_job_runs_again(tmp_path: Path, store: Store) -> None:
+    rows = first_night()
+    new = {"prompt": {"template": "New: {{ text }}"}, "removed_rows": "keep"}
+    night(tmp_path, store, "one", rows, removed_rows="keep")
+    gone = rows.pop("k7")
+    night(tmp_path, store, "two", rows, **new)
+    assert results(store, "two")["k7"]["output"] == "one: text 7"
+    plan = night(tmp_path, store, "three", {**rows, "k7": gone}, **new)
+    assert results(store, "three")["k7"]["output"] == "three: text 7"
+    assert plan.changes == {"job changed": 1, "unchanged": 59}
+
+
+SCHEMA = {"type": "object", "properties": {"says": {"type": "string"}}}
+
+
+@pytest.mark.parametrize("task", [{"type": "generate"}, {"type": "json", "schema": SCHEMA}])
+def test_answers_move_to_a_renamed_output_column(tmp_path: Path, store: Store, task: Any) -> None:
+    rows = first_night()
+    fields: dict[str, Any] = {"task": task, "removed_rows": "keep"}
+
+    def answer(row: dict[str, Any]) -> str:
+        text = row["input"]["text"]
+        return text if task["type"] == "generate" else f'{{"says": "{text}"}}'
+
+    night(tmp_path, store, "one", rows, answer=answer, **fields)
+    rows["k3"]["text"] = "edited"
+    del rows["k5"]
+    plan = night(tmp_path, store, "two", rows, answer=answer, output={"column": "label"}, **fields)
+    assert plan.changes == {"changed": 1, "unchanged": 58}
+    found = results(store, "two")
+    given = {k: v["text"] for k, v in rows.items()} | {"k5": "text 5"}
+    if task["type"] == "json":
+        assert {k: r["label_json"] for k, r in found.items()} == {
+            k: f'{{"says": "{v}"}}' for k, v in given.items()
+        }
+        assert {k: r["label"] for k, r in found.items()} == {k: {"says": v} for k, v in given.items()}
+    else:
+        assert {k: r["label"] for k, r in found.items()} == given
+
+
+def test_a_row_never_keeps_an_answer_that_is_not_there(tmp_path: Path, store: Store) -> None:
+    """The earlier run's folder, which would tell the column's old name, is gone."""
+    one = night(tmp_path, store, "one", first_night())
+    for info in list(store.list(one.folder)):
+        store.delete(info.key)
+    with pytest.raises(CorruptError, match="60 rows that were to keep the answer of run 'one' have none in"):
+        night(tmp_path, store, "two", first_night(), output={"column": "label"})
+    assert not results(store, "two")
+
+
+def test_removed_rows_cannot_be_kept_in_a_column_of_another_type(tmp_path: Path, store: Store) -> None:
+    rows = first_night()
+    night(tmp_path, store, "one", rows)
+    del rows["k5"]
+    fields: dict[str, Any] = {"task": {"type": "embed"}, "output": {"column": "vector"}}
+    with pytest.raises(SpecError, match=r"the 1 rows .* have string in `output`, .*removed_rows: tombstone"):
+        night(tmp_path, store, "two", rows, removed_rows="keep", **fields)
+    night(tmp_path, store, "three", rows, answer=lambda _: [0.5], removed_rows="tombstone", **fields)
+    assert results(store, "three")["k5"]["vector"] is None
+
+
+def test_kept_rows_come_from_the_plan_that_they_were_compared_with(tmp_path: Path, store: Store) -> None:
+    """The earlier run is begun anew, with its rows in another order, before the later one is merged."""
+    rows = first_night()
+    night(tmp_path, store, "one", rows)
+    two = split(store, spec(tmp_path), "two")
+    assert two.changes == {"unchanged": 60}
+    fields: dict[str, Any] = {"prompt": {"template": "New: {{ text }}"}, "on_changed_spec": "restart"}
+    night(tmp_path, store, "one", dict(reversed(rows.items())), **fields)
+    with pytest.raises(CorruptError, match="as they were when this run was split are gone"):
+        publish_run(store, two)
+    assert not results(store, "two")
 
 
 def test_copies_and_exports(tmp_path: Path, store: Store) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import gzip
 import json
 import os
@@ -13,6 +14,7 @@ import pyarrow as pa
 import pytest
 
 from airflow_batchinfer.errors import BatchInferError, InputError, StoreError
+from airflow_batchinfer.pipeline.inputs import glob_matches
 from airflow_batchinfer.pipeline.split import split
 from airflow_batchinfer.run.plan import Plan
 from airflow_batchinfer.store import Store, open_store
@@ -51,6 +53,17 @@ def test_a_file_a_folder_and_a_glob(tmp_path: Path, store: Store, name: str, pat
     assert texts_by_id(store, plan) == [r["text"] for r in ROWS]
 
 
+@pytest.mark.parametrize(
+    "pattern", ["*.parquet", "*/*.parquet", "**/*.parquet", "x/**", "**/y/*", "x/*/[ab]?.parquet", "x*", "**"]
+)
+def test_globs_mean_the_same_on_s3(tmp_path: Path, pattern: str) -> None:
+    names = ["a.parquet", "x/a.parquet", "x/y/b1.parquet", "x/y/c1.parquet", "x/y/z/b1.parquet", "xa.parquet"]
+    for name in names:
+        write_input(tmp_path, ROWS[:1], name)
+    local = [p for p in glob.glob(pattern, root_dir=tmp_path / "in", recursive=True) if p in names]
+    assert sorted(n for n in names if glob_matches(pattern, n)) == sorted(local)
+
+
 def test_row_ids_count_through_a_list_of_files_in_its_order(tmp_path: Path, store: Store) -> None:
     paths = [str(write_input(tmp_path, ROWS[i : i + 5], f"{9 - i}.parquet")) for i in (0, 5, 10, 15)]
     plan = split(store, job(tmp_path, input={"path": paths}), "r")
@@ -74,6 +87,16 @@ def test_text_formats_also_compressed(tmp_path: Path, store: Store, name: str) -
         path.write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
     plan = split(store, job(tmp_path, input={"path": str(path), "id_column": "id"}), "r")
     assert texts_by_id(store, plan) == [r["text"] for r in ROWS]
+
+
+def test_jsonl_names_are_no_patterns(tmp_path: Path, store: Store) -> None:
+    names = ["data1.jsonl", "data?.jsonl", "data[1].jsonl", "sub*/back\\slash[1].jsonl", "sub2/x.jsonl"]
+    for name in names:
+        path = tmp_path / "in" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"text": name}) + "\n")
+    plan = split(store, job(tmp_path), "r")
+    assert sorted(texts_by_id(store, plan)) == sorted(names)
 
 
 def test_jsonl_keeps_text_numbers_and_nested_values(tmp_path: Path, store: Store) -> None:
@@ -141,6 +164,15 @@ def test_nanoseconds_apart_are_no_copies(tmp_path: Path, store: Store) -> None:
     write_input(tmp_path, pa.table({"text": pa.array([1, 2, 1], pa.timestamp("ns"))}))
     plan = split(store, job(tmp_path), "r")
     assert plan.shards[0].sent == 2
+
+
+@pytest.mark.parametrize(
+    "kind", [pa.timestamp("us"), pa.date32(), pa.decimal128(10, 2), pa.float64(), pa.binary()]
+)
+def test_an_id_that_is_neither_text_nor_a_whole_number(tmp_path: Path, kind: pa.DataType) -> None:
+    write_input(tmp_path, pa.table({"id": pa.nulls(1, kind), "text": ["a"]}))
+    given = {"path": str(tmp_path / "in"), "id_column": "id"}
+    fails(tmp_path, f"input.id_column: `id` is {kind}", "write it as text", input=given)
 
 
 def test_missing_file_names_its_neighbour(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from airflow_batchinfer.errors import BatchInferError, CorruptError, GateError, StaleLedgerError, StoreError
+from airflow_batchinfer.outcome import Reason
 from airflow_batchinfer.pipeline import tables
 from airflow_batchinfer.pipeline.accounting import answered_of_run, current_account
 from airflow_batchinfer.pipeline.merge import merge
@@ -22,7 +23,6 @@ from airflow_batchinfer.pipeline.reconcile import reconcile
 from airflow_batchinfer.pipeline.split import split
 from airflow_batchinfer.run.commit import chosen_commit
 from airflow_batchinfer.run.layout import RunLayout
-from airflow_batchinfer.run.outcome import Reason
 from airflow_batchinfer.run.plan import Plan
 from airflow_batchinfer.store import Store
 from tests.unit.pipeline.runs import commit_run, commit_shard, job, publish_run, table_rows, write_input
@@ -295,6 +295,7 @@ def test_carried_types_come_back(tmp_path: Path, store: Store) -> None:
     rows = table_rows(store, "job/results")
     for name in set(names) - {"nanos"}:
         assert [r[name] for r in rows] == CARRIED[name].to_pylist(), name
+    split(store, plan.spec, "the next night")  # the table takes these types again
 
 
 def test_exports_are_in_input_order(tmp_path: Path, store: Store) -> None:
@@ -346,6 +347,7 @@ def test_odd_types_and_names_go_through(tmp_path: Path, store: Store) -> None:
     assert exported.to_pylist() == ODD.select(carried).slice(1).to_pylist()
     (letter,) = table_rows(store, "dead_letters")
     assert json.loads(letter["input"])["my col, x"] == "1"
+    split(store, spec, "the next night")  # the table takes these types again
 
 
 @pytest.mark.parametrize("names", [["text", "Text"], ["Output"], ["ROW_ID"]])

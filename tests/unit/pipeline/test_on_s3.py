@@ -14,14 +14,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from airflow_batchinfer.cli import main
-from airflow_batchinfer.errors import InputError
+from airflow_batchinfer.errors import InputError, StoreError
+from airflow_batchinfer.outcome import Reason
 from airflow_batchinfer.pipeline.housekeeping import delete_runs, delete_unfinished, vacuum_tables
 from airflow_batchinfer.pipeline.merge import merge
 from airflow_batchinfer.pipeline.replay import prepare_replay
 from airflow_batchinfer.pipeline.split import split
 from airflow_batchinfer.pipeline.standing import standing_of
 from airflow_batchinfer.run.layout import RunLayout
-from airflow_batchinfer.run.outcome import Reason
 from airflow_batchinfer.spec import JobSpec
 from airflow_batchinfer.store import Store, open_store
 from tests.unit.pipeline.runs import frozen_rows, publish_run, table_rows
@@ -109,6 +109,7 @@ def test_text_inputs_and_globs(bucket: Store, name: str) -> None:
     else:
         text = "".join(json.dumps(r) + "\n" for r in ROWS)
     bucket.write_bytes(name.replace("*", "a"), text.encode())
+    bucket.write_bytes("in/below/b.jsonl", b"not of a glob that does not say `**`")
     plan = split(bucket, job(bucket, name), "run")
     texts = {r["row_id"]: r["input"]["text"] for r in frozen_rows(bucket, plan)}
     assert texts == {i: f"text {i}" for i in range(30)}
@@ -122,6 +123,24 @@ def test_delta_table_and_a_missing_object(bucket: Store) -> None:
     assert split(bucket, job(bucket, "in"), "run").rows == 40
     with pytest.raises(InputError, match="no such object"):
         split(bucket, job(bucket, "nothing", name="other"), "run")
+    bucket.write_bytes("text/a.txt", b"text")
+    with pytest.raises(InputError, match="1 objects, none with a known extension"):
+        split(bucket, job(bucket, "text", name="other"), "run")
+
+
+@pytest.mark.parametrize("name", ["in/a.parquet", "in/a.csv"])
+def test_an_input_that_cannot_be_read_now_is_not_taken_for_a_damaged_one(
+    server: S3Server, bucket: Store, name: str
+) -> None:
+    from tests.s3 import FaultyProxy
+
+    put_parquet(bucket, "in/a.parquet", ROWS)
+    bucket.write_bytes("in/a.csv", b"id,text,who\n1,a,b\n")
+    with FaultyProxy(server.endpoint_url) as proxy:
+        proxy.rule = lambda method, path: "denied" if path.endswith(name) else None
+        shaken = open_store(bucket.uri, {"endpoint_url": proxy.endpoint_url})
+        with pytest.raises(StoreError, match=f"cannot read .*{name}: .*ACCESS_DENIED"):
+            split(bucket, job(shaken, name, store=bucket.uri, storage_options=bucket.options()), "run")
 
 
 def begin_upload(bucket: Store, key: str) -> None:

@@ -10,6 +10,7 @@ import pytest
 from airflow_batchinfer.errors import CorruptError, PlanChangedError, SpecError, StoreError
 from airflow_batchinfer.pipeline.split import load_plan, split
 from airflow_batchinfer.run.layout import RunLayout
+from airflow_batchinfer.spec import OutputSpec
 from airflow_batchinfer.store import Store
 from tests.unit.pipeline.runs import frozen_copies, frozen_rows, job, publish_run, read, write_input
 
@@ -178,6 +179,22 @@ def test_table_with_another_output_type_is_found_before_spending(tmp_path: Path,
     publish_run(store, split(store, job(tmp_path), "one"))
     with pytest.raises(StoreError, match=r"column `output` of the table is string.*output\.column"):
         split(store, job(tmp_path, task={"type": "embed"}), "two")
+
+
+def test_table_with_another_type_of_a_carried_column_is_found_before_spending(
+    tmp_path: Path, store: Store
+) -> None:
+    given = {"path": str(tmp_path / "in"), "carry": ["score"]}
+    spec = job(tmp_path, input=given, output={"carry_prefix": "in_"})
+    write_input(tmp_path, [{"text": "a", "score": 1}])
+    publish_run(store, split(store, spec, "one"))
+    write_input(tmp_path, [{"text": "a", "score": 1.5}])
+    with pytest.raises(StoreError, match=r"column `in_score` of the table is int64, and this run's is d"):
+        split(store, spec, "two")
+    with pytest.raises(StoreError, match="the table has a column `in_score`, and this run's is `IN_score`"):
+        split(store, spec.model_copy(update={"output": OutputSpec(carry_prefix="IN_")}), "two")
+    write_input(tmp_path, [{"text": "a", "score": 2}])
+    split(store, spec, "two")
 
 
 def test_plan_is_written_last(tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

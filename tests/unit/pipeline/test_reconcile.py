@@ -8,18 +8,21 @@ from typing import Any
 import pytest
 
 from airflow_batchinfer.errors import IncompleteRunError, InputError
+from airflow_batchinfer.operators.shard_work import ShardWork
+from airflow_batchinfer.outcome import Reason
 from airflow_batchinfer.pipeline.reconcile import reconcile
 from airflow_batchinfer.pipeline.split import split
 from airflow_batchinfer.run.commit import Commit, chosen_commit
 from airflow_batchinfer.run.integrity import sound_commit
 from airflow_batchinfer.run.layout import RunLayout
 from airflow_batchinfer.run.ledger import Ledger
-from airflow_batchinfer.run.outcome import Reason
 from airflow_batchinfer.run.plan import Plan
 from airflow_batchinfer.store import Store
 from tests.unit.pipeline.runs import commit_run, commit_shard, job, write_input
 
 pytestmark = pytest.mark.airflow_env
+
+LABEL = "whose label names shard "
 
 
 @pytest.fixture
@@ -68,16 +71,13 @@ def test_missing_commit_names_shard_rows_and_what_to_clear(store: Store, plan: P
     for shard in plan.shards:
         if shard.shard != 2:
             commit_shard(store, plan, shard)
-    refused(store, plan, "shard 2: no commit and no attempt: all 20 rows", "clear infer map index 2")
+    refused(store, plan, "shard 2: no commit and no attempt: all 20 rows", f"the `infer` task {LABEL}0002")
 
 
-def test_map_index_counts_tasks_of_several_shards(tmp_path: Path, store: Store) -> None:
+def test_the_pilots_shard_has_a_task_of_its_own(tmp_path: Path, store: Store) -> None:
     write_input(tmp_path, [{"text": f"text {i}"} for i in range(100)])
-    spec = job(tmp_path, sharding={"max_rows": 20, "shards_per_task": 2})
-    plan = split(store, spec, "other")
-    refused(
-        store, plan, "shard 3: no commit and no attempt: all 20 rows are missing; clear infer map index 1 "
-    )
+    plan = split(store, job(tmp_path, sharding={"max_rows": 50}, pilot={"rows": 10}), "other")
+    refused(store, plan, f"the `pilot` task {LABEL}0000", f"the `infer` task {LABEL}0001")
 
 
 def test_durable_rows_of_an_attempt_are_told(store: Store, plan: Plan) -> None:
@@ -127,10 +127,10 @@ def test_damaged_part_is_found_and_the_shard_resumes(store: Store, plan: Plan, d
     if damage != "delete":
         changed = data[:-5] if damage == "truncate" else data[:50] + bytes([data[50] ^ 1]) + data[51:]
         store.write_bytes(key, changed)
-    refused(store, plan, "shard 1", "part-00001.parquet", "clear infer map index 1")
-    # The next worker of the shard withdraws the commit, so that its rows count as missing again.
-    assert sound_commit(store, layout, 1, plan.fingerprint) is None
-    assert chosen_commit(store, layout, 1, plan.fingerprint) is None
+    assert ShardWork(store, plan, [1]).open_shards() == []
+    refused(store, plan, "shard 1", "part-00001.parquet", f"clear the `infer` task {LABEL}0001")
+    # The commit is withdrawn: else the cleared task would find it and have nothing to do.
+    assert ShardWork(store, plan, [1]).open_shards() == [1]
     commit_shard(store, plan, plan.shards[1])
     assert reconcile(store, plan.folder).complete
 
@@ -143,8 +143,27 @@ def test_sums_that_do_not_agree(store: Store, plan: Plan) -> None:
         store, plan, commit, counts={"succeeded": commit.rows - 1, "failed": 1}, reasons={"engine_error": 1}
     )
     refused(store, plan, "shard 0", "by outcome")
+    assert ShardWork(store, plan, [0]).open_shards() == [0]
+
+
+def test_a_commit_for_the_rows_of_another_split_is_withdrawn(store: Store, plan: Plan) -> None:
+    """Of two splits at once over an input that changes, a worker may have followed the plan that lost."""
+    commit_run(store, plan)
+    commit = chosen_commit(store, RunLayout(plan.folder), 0, plan.fingerprint)
+    assert commit is not None
     rewrite(store, plan, commit, rows_sha256="0" * 64)
     refused(store, plan, "another rows file")
+    assert ShardWork(store, plan, [0]).open_shards() == [0]
+    commit_shard(store, plan, plan.shards[0])
+    assert reconcile(store, plan.folder).complete
+
+
+def test_a_worker_withdraws_a_damaged_commit(store: Store, plan: Plan) -> None:
+    layout, commit = RunLayout(plan.folder), commit_shard(store, plan, plan.shards[1])
+    assert sound_commit(store, layout, 1, plan.fingerprint) == commit
+    store.delete(commit.parts[0].key)
+    assert sound_commit(store, layout, 1, plan.fingerprint) is None
+    assert chosen_commit(store, layout, 1, plan.fingerprint) is None
 
 
 def test_parts_of_another_shard(store: Store, plan: Plan) -> None:
@@ -165,7 +184,8 @@ def test_rows_in_two_parts_are_counted_once(store: Store, plan: Plan) -> None:
 def test_rows_file_that_is_gone(store: Store, plan: Plan) -> None:
     commit_run(store, plan)
     store.delete(plan.shards[0].rows_key)
-    refused(store, plan, "shard 0", "rows-")
+    refused(store, plan, "shard 0", "rows-", "on_changed_spec: restart")
+    assert ShardWork(store, plan, [0]).open_shards() == []  # nothing is wrong with its commit
 
 
 def test_unreadable_commit_is_named(store: Store, plan: Plan) -> None:

@@ -9,17 +9,33 @@ from typing import Any
 
 import pytest
 
-from airflow_batchinfer.errors import InputError, PlanChangedError, SpecError, StaleLedgerError, StoreError
+from airflow_batchinfer.errors import (
+    CorruptError,
+    InputError,
+    PlanChangedError,
+    SpecError,
+    StaleLedgerError,
+    StoreError,
+)
+from airflow_batchinfer.outcome import Reason
 from airflow_batchinfer.pipeline.merge import merge
 from airflow_batchinfer.pipeline.reconcile import reconcile
-from airflow_batchinfer.pipeline.replay import prepare_replay
+from airflow_batchinfer.pipeline.replay import prepare_replay, published_folder
 from airflow_batchinfer.pipeline.split import split
 from airflow_batchinfer.pipeline.standing import standing_of
 from airflow_batchinfer.run.layout import RunLayout
-from airflow_batchinfer.run.outcome import Reason
 from airflow_batchinfer.run.plan import Plan
 from airflow_batchinfer.store import Store
-from tests.unit.pipeline.runs import commit_run, frozen_rows, job, publish_run, table_rows, write_input
+from tests.unit.pipeline.runs import (
+    commit_run,
+    commit_shard,
+    frozen_copies,
+    frozen_rows,
+    job,
+    publish_run,
+    table_rows,
+    write_input,
+)
 
 pytestmark = pytest.mark.airflow_env
 
@@ -164,6 +180,19 @@ def test_same_run_id_gives_the_same_plan(store: Store, home: Plan) -> None:
         )
 
 
+def test_a_restarted_replay_loses_nothing_that_it_resolved_before(tmp_path: Path, store: Store) -> None:
+    write_input(tmp_path, [{"text": f"text {i}"} for i in range(20)])
+    home = split(store, job(tmp_path, on_changed_spec="restart"), "home")
+    publish_run(store, home, dead=lambda i: Reason.OVER_LONG if i < 4 else None)
+    first = prepare_replay(store, home.folder, "again")
+    publish_run(store, first, dead=lambda i: Reason.TIMED_OUT if i == 0 else None)
+    second = prepare_replay(store, home.folder, "again", overrides={"sampling": {"max_tokens": 3}})
+    assert (first.generation, second.generation) == (1, 2)
+    publish_run(store, second)
+    assert [r["row_id"] for r in table_rows(store, "job/results")] == list(range(20))
+    assert standing_of(store, home).resolved == 4
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
@@ -181,6 +210,20 @@ def test_what_cannot_be_replayed(
         prepare_replay(store, home.folder, "again", **arguments)
 
 
+def test_limits_of_the_pilot_and_the_judge_do_not_bind_a_replay(tmp_path: Path, store: Store) -> None:
+    write_input(tmp_path, [{"text": f"text {i}"} for i in range(20)])
+    judge = {
+        "prompt": {"template": "{{ output }}"},
+        "task": {"type": "choice", "labels": ["good", "bad"]},
+        "passing": ["good"],
+    }
+    gate = {"max_tokens": 1, "approval": "required", "min_judge_pass": 0.5}
+    home = split(store, job(tmp_path, pilot={"rows": 2}, judge=judge, gate=gate), "home")
+    publish_run(store, home, dead=dead_at_first)
+    publish_run(store, prepare_replay(store, home.folder, "again"))
+    assert standing_of(store, home).dead == 0
+
+
 def test_replay_of_a_replay_or_of_an_open_run(tmp_path: Path, store: Store, home: Plan) -> None:
     replay = prepare_replay(store, home.folder, "again")
     with pytest.raises(SpecError, match="itself a replay"):
@@ -190,6 +233,20 @@ def test_replay_of_a_replay_or_of_an_open_run(tmp_path: Path, store: Store, home
         prepare_replay(store, other.folder, "more")
 
 
+def test_the_newest_run_is_replayed_even_if_it_is_all_dead(tmp_path: Path, store: Store, home: Plan) -> None:
+    publish_run(store, prepare_replay(store, home.folder, "again"))
+    assert published_folder(store, "job", None) == home.folder
+    newest = split(store, home.spec, "newest")
+    assert published_folder(store, "job", None) == home.folder  # it is not published yet
+    publish_run(store, newest, dead=lambda _: Reason.TIMED_OUT)
+    assert published_folder(store, "job", None) == newest.folder
+    publish_run(store, prepare_replay(store, newest.folder, "mended"))
+    for info in list(store.list(newest.folder)):
+        store.delete(info.key)
+    with pytest.raises(InputError, match="holds no run 'newest'"):
+        published_folder(store, "job", None)
+
+
 def test_replay_waits_for_its_home_to_be_published(tmp_path: Path, store: Store) -> None:
     write_input(tmp_path, [{"text": f"text {i}"} for i in range(20)])
     home = split(store, job(tmp_path), "home")
@@ -197,3 +254,87 @@ def test_replay_waits_for_its_home_to_be_published(tmp_path: Path, store: Store)
     reconcile(store, home.folder)
     with pytest.raises(StaleLedgerError, match="not published yet"):
         publish_run(store, prepare_replay(store, home.folder, "again"))
+
+
+def test_a_replay_that_runs_again_stops_the_next_before_it_publishes(store: Store, home: Plan) -> None:
+    first = prepare_replay(store, home.folder, "first", reasons=["over_long"])
+    publish_run(store, first)
+    second = prepare_replay(store, home.folder, "second")
+    commit_run(store, second)
+    reconcile(store, second.folder)
+    before = (table_rows(store, "job/results"), table_rows(store, "dead_letters"))
+    store.delete(RunLayout(first.folder).ledger)
+    with pytest.raises(StaleLedgerError, match="runs/first has no ledger: clear reconcile"):
+        merge(store, second.folder)
+    assert (table_rows(store, "job/results"), table_rows(store, "dead_letters")) == before
+    reconcile(store, first.folder)
+    merge(store, second.folder)
+    assert check_sums(store, home) == {"resolved": len(dead_rows())}
+
+
+@pytest.mark.parametrize("replayed_first", [False, True], ids=["run first", "replay first"])
+def test_a_row_that_the_run_and_a_replay_mend_stands_once(
+    store: Store, home: Plan, replayed_first: bool
+) -> None:
+    replay = prepare_replay(store, home.folder, "again")
+    if replayed_first:
+        publish_run(store, replay, dead=lambda i: Reason.TIMED_OUT if i == 90 else None)
+    layout, first = RunLayout(home.folder), home.shards[0]
+    frozen = [*frozen_rows(store, home), *frozen_copies(store, home)]
+    mended = {r["row_id"] for r in frozen if r["shard"] == 0} & dead_rows()
+    assert mended
+    for info in list(store.list(layout.shard(0))):  # its commit is lost, and its rows run again
+        if info.key not in (first.rows_key, first.copies_key):
+            store.delete(info.key)
+    commit_shard(store, home, first)
+    reconcile(store, home.folder)
+    merge(store, home.folder)
+    if not replayed_first:
+        publish_run(store, replay, dead=lambda i: Reason.TIMED_OUT if i == 90 else None)
+    results = table_rows(store, "job/results", run_id="home")
+    dead = {r["row_id"] for r in table_rows(store, "dead_letters") if r["status"] != "resolved"}
+    assert sorted([*(r["row_id"] for r in results), *dead]) == list(range(ROWS))
+    assert dead == {90} - mended
+    by_replay = {r["row_id"] for r in results if r["merged_by"] == "again"}
+    assert by_replay == dead_rows() - {90} - (set() if replayed_first else mended)
+    assert standing_of(store, home).dead == len(dead)
+
+
+@pytest.mark.parametrize("all_dead", [False, True], ids=["some rows", "no row"])
+def test_a_replay_leaves_a_restarted_run_alone(
+    tmp_path: Path, store: Store, home: Plan, all_dead: bool
+) -> None:
+    """The run that it repairs was begun anew since, and is published from that new plan."""
+    replay = prepare_replay(store, home.folder, "again")
+    publish_run(store, replay)
+    spec = {"input": home.spec.input, "sharding": {"max_rows": 30}, "on_changed_spec": "restart"}
+    second = split(store, job(tmp_path, **spec, prompt={"template": "New: {{ text }}"}), "home")
+    assert second.generation == 2
+    publish_run(store, second, dead=lambda i: Reason.TIMED_OUT if all_dead or i < 5 else None)
+    before = (table_rows(store, "job/results"), table_rows(store, "dead_letters"))
+    assert len(before[0]) == (0 if all_dead else ROWS - 10)
+    for plan in (replay, home):  # as when their merge tasks are cleared
+        store.delete(RunLayout(plan.folder).merge)
+        with pytest.raises(StaleLedgerError, match="published by another plan"):
+            merge(store, plan.folder)
+        assert (table_rows(store, "job/results"), table_rows(store, "dead_letters")) == before
+    with pytest.raises(CorruptError, match="count the run's newest generation"):
+        standing_of(store, home)
+    with pytest.raises(StaleLedgerError, match="replay the run's newest generation"):
+        prepare_replay(store, home.folder, "late")
+
+
+def test_a_run_planned_anew_keeps_nothing_of_its_old_plan(tmp_path: Path, store: Store, home: Plan) -> None:
+    """Its folder is deleted and its split cleared: the new rows have nothing to do with the old replay's."""
+    old = prepare_replay(store, home.folder, "again")
+    publish_run(store, old)
+    for info in list(store.list(home.folder)):
+        store.delete(info.key)
+    write_input(tmp_path, [{"id": f"new{i}", "text": f"new text {i}", "who": ""} for i in range(ROWS)])
+    publish_run(store, split(store, home.spec, "home"))
+    found = table_rows(store, "job/results")
+    assert [r["custom_id"] for r in found] == [f"new{i}" for i in range(ROWS)]
+    store.delete(RunLayout(old.folder).merge)
+    with pytest.raises(StaleLedgerError, match="has another plan than when this replay was planned"):
+        merge(store, old.folder)
+    assert table_rows(store, "job/results") == found

@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from airflow_batchinfer.errors import SpecError
+from airflow_batchinfer.outcome import Reason
 from airflow_batchinfer.prompts.builder import Prepared, Prompt, PromptBuilder, Rejected
-from airflow_batchinfer.run.outcome import Reason
 from tests.unit.prompts.jobs import MODELS, job
 
 pytestmark = pytest.mark.worker_env

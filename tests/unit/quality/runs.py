@@ -13,12 +13,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from airflow_batchinfer.outcome import Outcome, Reason, outcome_of
 from airflow_batchinfer.run.commit import Commit, CommittedPart, Tokens
 from airflow_batchinfer.run.epoch import new_epoch
 from airflow_batchinfer.run.fingerprint import fingerprint
 from airflow_batchinfer.run.layout import RunLayout, run_dir
 from airflow_batchinfer.run.ledger import Ledger, LedgerShard
-from airflow_batchinfer.run.outcome import Outcome, Reason, outcome_of
 from airflow_batchinfer.run.plan import InputFile, InputSnapshot, Plan, PlannedShard
 from airflow_batchinfer.run.progress import Progress
 from airflow_batchinfer.run.shard import PART_SCHEMA, copies_schema, rows_schema

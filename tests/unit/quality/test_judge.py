@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from airflow_batchinfer.errors import GateError, IncompleteRunError, SpecError
+from airflow_batchinfer.outcome import Reason
 from airflow_batchinfer.pipeline.gate import check_run
 from airflow_batchinfer.pipeline.housekeeping import delete_orphans
 from airflow_batchinfer.pipeline.judge import prepare_judge
@@ -25,7 +26,6 @@ from airflow_batchinfer.pipeline.statistics import mean_interval
 from airflow_batchinfer.pipeline.validate import validate
 from airflow_batchinfer.run.commit import Tokens
 from airflow_batchinfer.run.layout import RunLayout
-from airflow_batchinfer.run.outcome import Reason
 from airflow_batchinfer.run.plan import Plan
 from airflow_batchinfer.run.status import plans_of
 from airflow_batchinfer.spec import JobSpec

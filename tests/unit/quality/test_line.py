@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from airflow_batchinfer.run.outcome import Outcome
+from airflow_batchinfer.outcome import Outcome
 from airflow_batchinfer.run.stop import clear_stop, read_stop, set_stop
 from airflow_batchinfer.spec import LineSpec
 from airflow_batchinfer.store import LocalStore

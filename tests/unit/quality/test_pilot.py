@@ -80,6 +80,16 @@ def test_each_limit(root: Path, gate: dict[str, Any], answer: dict[str, Any], fa
     assert fault in str(raised.value)
 
 
+def test_copies_do_not_hide_that_all_answers_are_one(root: Path) -> None:
+    job = make_spec(root, pilot={"rows": 10}, gate={"max_identical_fraction": 0.9})
+    copies = dict.fromkeys(range(4, 10), 0)
+    run = make_run(
+        root, tickets(50), lambda _: {"output": "bug"}, spec=job, shards=5, pilot=True, copies_of=copies
+    )
+    with pytest.raises(GateError, match=r"sent rows with the most frequent output: 100\.0% \(4 of 4;"):
+        judge_pilot(run.store, run.folder)
+
+
 def test_refusals_are_recognised(root: Path) -> None:
     run = piloted(
         root,
@@ -145,6 +155,13 @@ def test_forecast_holds_the_truth_nine_times_in_ten(root: Path, tmp_path: Path) 
         assert found is not None
         inside += found.output_tokens.low <= lengths.sum() <= found.output_tokens.high
     assert inside >= 17
+
+
+def test_forecast_of_a_large_pilot_is_drawn_in_pieces(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = piloted(root, lambda row: {"output": row["label"], "output_tokens": int(row["id"][1:]) + 1})
+    whole = judge_pilot(run.store, run.folder).forecast
+    monkeypatch.setattr("airflow_batchinfer.pipeline.forecast._DRAWN_AT_ONCE", 35)
+    assert judge_pilot(run.store, run.folder).forecast == whole
 
 
 def test_wilson_interval_of_textbook() -> None:

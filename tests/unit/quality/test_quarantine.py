@@ -11,6 +11,7 @@ import pytest
 
 from airflow_batchinfer.cli import main
 from airflow_batchinfer.errors import CorruptError, GateError, SpecError, StaleLedgerError
+from airflow_batchinfer.outcome import Reason
 from airflow_batchinfer.pipeline.accounting import account_of, read_account
 from airflow_batchinfer.pipeline.expectations import check_expectations
 from airflow_batchinfer.pipeline.gate import check_run
@@ -26,7 +27,6 @@ from airflow_batchinfer.pipeline.validate import validate
 from airflow_batchinfer.pipeline.verdict import Verdict
 from airflow_batchinfer.run.layout import RunLayout
 from airflow_batchinfer.run.ledger import Ledger
-from airflow_batchinfer.run.outcome import Reason
 from airflow_batchinfer.run.plan import Plan
 from airflow_batchinfer.store import Store
 from tests.unit.pipeline.runs import commit_run, frozen_rows, job, table_rows, write_input

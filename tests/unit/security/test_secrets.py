@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from airflow_batchinfer.errors import BatchInferError, SpecError
-from airflow_batchinfer.run.outcome import Reason
+from airflow_batchinfer.outcome import Reason
 from airflow_batchinfer.spec import JobSpec
 from airflow_batchinfer.store import open_store
 from airflow_batchinfer.worker.engines.base import EngineDied, Request, RequestFailure

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from airflow_batchinfer.errors import SpecError
+from airflow_batchinfer.outcome import Reason
 from airflow_batchinfer.prompts import sandbox
 from airflow_batchinfer.prompts.builder import Prepared, PromptBuilder, Rejected
 from airflow_batchinfer.prompts.sandbox import RenderError
 from airflow_batchinfer.prompts.template import PromptTemplate
-from airflow_batchinfer.run.outcome import Reason
 from airflow_batchinfer.spec import JobSpec, PromptSpec
 from tests.unit.contract.test_spec import LEAST
 

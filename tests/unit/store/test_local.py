@@ -35,6 +35,36 @@ def test_what_is_written_is_read_listed_and_deleted(store: LocalStore, tmp_path:
         store.read_bytes("a/two")
 
 
+def test_an_object_deleted_during_a_listing_hides_no_other(store: LocalStore) -> None:
+    for name in ("a", "b", "c"):
+        store.write_bytes(f"run/{name}", b"x")
+    listing = store.list("run")
+    assert next(listing).key == "run/a"
+    store.delete("run/b")
+    assert [i.key for i in listing] == ["run/c"]
+
+
+def test_a_listing_is_sorted_by_key_as_on_s3(store: LocalStore) -> None:
+    keys = ["a-b", "a/c", "a.d", "a/b/e"]
+    for key in keys:
+        store.write_bytes(key, b"")
+    assert [i.key for i in store.list("")] == sorted(keys)
+    assert list(store.list("a-b")) == []
+
+
+def test_a_folder_that_cannot_be_read_is_not_taken_for_an_empty_one(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.write_bytes("run/a", b"x")
+
+    def refuse(path: object) -> object:
+        raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setattr(os, "scandir", refuse)  # the tests' user may be root, who may read everything
+    with pytest.raises(StoreError, match=r"cannot list .*run: .*denied"):
+        list(store.list("run"))
+
+
 @pytest.mark.parametrize("key", ["../outside", "a/../../outside", "/etc/passwd"])
 def test_a_key_that_leaves_the_store_is_refused(store: LocalStore, key: str) -> None:
     for call in (store.read_bytes, store.exists, store.delete):

@@ -13,8 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from airflow_batchinfer.errors import SpecError, StoreError
+from airflow_batchinfer.errors import CorruptError, InputError, SpecError, StoreError
+from airflow_batchinfer.run.parquet import open_parquet
 from airflow_batchinfer.store import open_store
+from airflow_batchinfer.worker.reader import read_rows
+from tests.plans import job, plan_run
 
 if TYPE_CHECKING:
     from airflow_batchinfer.store.s3 import S3Store
@@ -250,6 +253,31 @@ class TestTrouble:
         proxy.fail("partial", "503", method="GET")
 
         assert filesystem.open_input_file(f"{root}/a").read() == bytes(100_000)
+
+    @pytest.mark.parametrize("method", ["HEAD", "GET"])
+    def test_a_read_by_arrow_that_fails_says_nothing_of_the_object(
+        self, store: S3Store, shaky: S3Store, proxy: FaultyProxy, method: str
+    ) -> None:
+        planned = plan_run(job(store.uri, storage_options=store.options()), [["a", "b"]]).shards[0]
+        proxy.rule = lambda asked, path: "denied" if asked == method else None
+
+        with pytest.raises(StoreError, match=r"cannot read .*rows-.*DENIED"):
+            list(read_rows(shaky, planned, 10))
+        with (
+            pytest.raises(StoreError, match=r"cannot read .*rows-.*DENIED"),
+            open_parquet(shaky, planned.rows_key) as file,
+        ):
+            file.read()
+
+        store.delete(planned.rows_key)
+        proxy.rule = lambda asked, path: None
+        with pytest.raises(InputError, match=r"rows-.*cannot be read.*clear `split`"):
+            list(read_rows(shaky, planned, 10))
+        with (
+            pytest.raises(CorruptError, match=r"rows-.*cannot be read"),
+            open_parquet(shaky, planned.rows_key),
+        ):
+            pass
 
     def test_a_write_whose_answer_is_lost_is_written_once_more(
         self, store: S3Store, shaky: S3Store, proxy: FaultyProxy

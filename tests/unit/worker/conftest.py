@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -24,6 +24,8 @@ from tests.plans import job, plan_run
 
 ROOT = Path(__file__).parents[3]
 TIMEOUT = 60
+
+T = TypeVar("T")
 
 
 class Run:
@@ -53,15 +55,21 @@ class Run:
         self.layout = RunLayout(self.planned.folder)
         return self.planned
 
-    def command(self, shards: str = "0", *more: str) -> list[str]:
+    def command(
+        self, shards: str = "0", *more: str, program: Sequence[str] = ("-m", "airflow_batchinfer.worker")
+    ) -> list[str]:
         return [
-            *(sys.executable, "-m", "airflow_batchinfer.worker", "--store", self.store.uri),
+            *(sys.executable, *program, "--store", self.store.uri),
             *("--folder", self.planned.folder, "--shards", shards, *more),
         ]
 
-    def start(self, shards: str = "0", *more: str) -> subprocess.Popen[str]:
+    def start(self, shards: str = "0", *more: str, **how: Any) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            self.command(shards, *more), cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            self.command(shards, *more, **how),
+            cwd=ROOT,
+            stderr=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         self._started.append(process)
         return process
@@ -87,11 +95,20 @@ class Run:
         process: subprocess.Popen[str] | None = None,
         patience: float = TIMEOUT,
     ) -> None:
+        self.wait_for(lambda: reached() or None, process, patience)
+
+    def wait_for(
+        self,
+        found: Callable[[], T | None],
+        process: subprocess.Popen[str] | None = None,
+        patience: float = TIMEOUT,
+    ) -> T:
         deadline = time.monotonic() + patience
-        while not reached():
+        while (value := found()) is None:
             assert time.monotonic() < deadline, "never reached"
             assert process is None or process.poll() is None, process.communicate()
             time.sleep(0.005)
+        return value
 
     def commit(self, shard: int = 0) -> Commit:
         found = chosen_commit(self.store, self.layout, shard, self.planned.fingerprint)

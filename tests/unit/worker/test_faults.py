@@ -92,6 +92,19 @@ def test_a_row_that_hangs_is_timed_out_and_the_rest_succeeds(run: Run) -> None:
     assert run.progress().engine_restarts == 0
 
 
+def test_time_in_the_engines_queue_does_not_count_as_running(run: Run) -> None:
+    """The window is 60 rows and the engine takes one at a time: most wait for longer than a row may run."""
+    run.plan(
+        texts(60),
+        options={"delay_seconds": 0.05, "one_at_a_time": True, "max_in_flight": 60},
+        retry={"row_timeout_seconds": 1.0},
+    )
+    assert run.work()[0] == ExitCode.COMMITTED
+    assert run.outcomes() == {"succeeded": 60}
+    assert {result["attempts"] for result in run.results().values()} == {1}
+    assert run.progress().engine_restarts == 0
+
+
 def test_a_row_that_stalls_the_engine_is_found_and_the_rest_succeeds(run: Run) -> None:
     run.plan(
         texts(40, {9: "<<stall>>"}),
@@ -105,6 +118,18 @@ def test_a_row_that_stalls_the_engine_is_found_and_the_rest_succeeds(run: Run) -
     assert result["reason"] == "timed_out"
     assert "retry.stall_seconds=0.4" in result["message"]
     assert run.progress().engine_restarts <= 3 + 2
+
+
+def test_an_engine_with_nothing_to_do_is_not_taken_for_stalled(run: Run) -> None:
+    """While the only row left waits for its next attempt, or for a slow store, nothing is in the engine."""
+    run.plan(
+        texts(4, {1: "<<transient 1>>"}),
+        engine="FaultyEngine",
+        retry={"stall_seconds": 0.4, "backoff_seconds": 2.0},
+    )
+    assert run.work()[0] == ExitCode.COMMITTED
+    assert run.outcomes() == {"succeeded": 4}
+    assert run.progress().engine_restarts == 0
 
 
 @pytest.mark.parametrize(
@@ -151,6 +176,7 @@ def all_faults(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, 
         texts(100, {10 + i: mark for i, mark in enumerate(MARKS)}),
         engine="FaultyEngine",
         task={"type": "choice", "labels": ["yes", "no"]},
+        sampling={"temperature": 0.7},
         retry=NO_WAIT,
         line={"max_dead": 1.0},
     )
@@ -161,12 +187,28 @@ def all_faults(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, 
     return {mark: results[10 + i] for i, mark in enumerate(MARKS)}
 
 
+def test_an_invalid_answer_is_not_paid_for_again_where_it_would_be_the_same(run: Run) -> None:
+    faults = {1: "<<invalid 9>>", 2: "<<transient 2>>"}
+    task = {"type": "choice", "labels": ["yes", "no"]}
+    run.plan(texts(4, faults), engine="FaultyEngine", options={"greedy": True}, task=task, retry=NO_WAIT)
+    assert run.work()[0] == ExitCode.COMMITTED
+    assert {row: result["attempts"] for row, result in run.results().items()} == {0: 1, 1: 1, 2: 3, 3: 1}
+
+
+def test_without_a_draw_no_seed_is_named(run: Run) -> None:
+    task = {"type": "choice", "labels": ["yes", "no"]}
+    run.plan(texts(4, {1: "<<invalid 1>>"}), engine="FaultyEngine", task=task)
+    assert run.work()[0] == ExitCode.COMMITTED
+    assert run.results()[1]["message"] == "attempt 2: invalid before"
+
+
 def test_rows_without_text_and_copies_are_counted(run: Run) -> None:
     run.plan(["a", None, "  ", "b"], copies={0: 2, 1: 5})
     assert run.work()[0] == 0
     commit = run.commit()
     assert commit.counts == {"succeeded": 4, "rejected": 7}
     assert commit.reasons == {"empty_input": 7}
+    assert "4/4 rows (7 dead, " in run.progress().line()
     assert sum(run.paid().values()) == 2
 
 
@@ -197,12 +239,18 @@ def test_an_engine_that_does_not_start(run: Run) -> None:
     assert run.progress().state == "failed"
 
 
-def test_a_restart_that_fails_is_tried_again(run: Run) -> None:
+@pytest.mark.parametrize("error", ["EngineError", "SpecError"])
+def test_a_restart_that_fails_is_tried_again(run: Run, error: str) -> None:
     log = run.folder / "starts"
     run.plan(
         texts(20, {3: "<<stall>>"}),
         engine="FaultyEngine",
-        options={"max_in_flight": 1, "starts_log": str(log), "failing_starts": [2]},
+        options={
+            "max_in_flight": 1,
+            "starts_log": str(log),
+            "failing_starts": [2],
+            "starts_fail_with": error,
+        },
         retry={"stall_seconds": 0.2, **NO_WAIT},
     )
     assert run.work()[0] == ExitCode.COMMITTED
@@ -237,6 +285,45 @@ def test_an_engine_that_hangs_while_it_starts(run: Run) -> None:
     code, said = run.work()
     assert code == ExitCode.ENGINE_FAILED
     assert "did not start within retry.startup_seconds=0.3" in said
+
+
+LONG = [f"a row with so much text that it goes first {i}" for i in range(20)]
+
+
+def test_an_engine_that_cannot_be_ended_ends_the_worker_and_what_is_done_stays(run: Run) -> None:
+    run.plan(
+        [*LONG, "<<stall>>"],
+        engine="UnkillableEngine",
+        options={"max_in_flight": 4},
+        retry={"stall_seconds": 0.4},
+    )
+    code, said = run.work()
+    assert code == ExitCode.ENGINE_FAILED
+    assert "made no token for retry.stall_seconds=0.4; the engine does not end, not even by force" in said
+    assert run.durable() == set(run.paid()) == set(range(20))
+    assert run.progress().state == "failed"
+
+
+IMPATIENT = """
+import sys
+from airflow_batchinfer.worker import guard
+from airflow_batchinfer.worker.__main__ import leave, main
+guard.STUCK_SECONDS = 0.5
+leave(main())
+"""
+
+
+def test_a_worker_held_by_its_engine_is_ended_and_what_is_done_stays(run: Run) -> None:
+    run.plan(
+        [*LONG, "<<stall>>"],
+        engine="UnkillableEngine",
+        options={"max_in_flight": 4, "hang_close": True},
+        retry={"stall_seconds": 0.4},
+    )
+    code, said = run.end_of(run.start(program=("-c", IMPATIENT)))
+    assert (code, said) == (ExitCode.ENGINE_FAILED, "batchinfer: the engine does not end")
+    assert run.durable() == set(run.paid()) == set(range(20))
+    assert run.progress().state == "failed"
 
 
 def test_an_engine_that_does_not_exist(run: Run) -> None:

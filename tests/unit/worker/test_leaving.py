@@ -92,6 +92,32 @@ def test_the_stop_marker_drains_and_clearing_it_resumes(run: Run) -> None:
     assert set(run.paid().values()) == {1}
 
 
+def test_sigterm_is_heeded_while_the_store_does_not_answer(run: Run) -> None:
+    """A read of the stop marker that never ends, as of a silent server: the marker is a pipe."""
+    run.plan(texts(200), options=SLOW, checkpoint=checkpoint(0))
+    worker = run.start()
+    run.wait_until(lambda: len(run.paid()) >= 4, worker)
+    marker = Path(run.store.uri_of(run.layout.stop))
+    os.mkfifo(marker)
+    silent_end = run.wait_for(lambda: _end_with_a_reader(marker), worker)
+    try:
+        worker.send_signal(signal.SIGTERM)
+        run.wait_until(lambda: bool(run.parts()), worker)
+        assert run.durable() == set(run.paid())
+        assert len(run.durable()) < 200
+        assert run.end_of(worker)[0] == ExitCode.RECLAIMED
+    finally:
+        os.close(silent_end)
+
+
+def _end_with_a_reader(pipe: Path) -> int | None:
+    """The writing end of a pipe that somebody is about to read."""
+    try:
+        return os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+    except OSError:
+        return None
+
+
 PARENT = """
 import subprocess, sys, time
 worker = subprocess.Popen(sys.argv[1:], stderr=subprocess.DEVNULL)

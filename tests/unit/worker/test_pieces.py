@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from airflow_batchinfer.errors import SpecError, StoreError
+from airflow_batchinfer.outcome import Reason
 from airflow_batchinfer.prompts.builder import Prepared, Prompt
 from airflow_batchinfer.run.layout import RunLayout
-from airflow_batchinfer.run.outcome import Reason
 from airflow_batchinfer.run.plan import PlannedShard
 from airflow_batchinfer.store import LocalStore
 from airflow_batchinfer.worker import retrying
@@ -165,6 +166,67 @@ def test_the_window_is_never_exceeded_and_retries_go_first() -> None:
     assert [piece.key for piece in again] == ["0/0/2", "2/0/1"]
 
 
+def submitted(count: int) -> tuple[Admission, list[str]]:
+    """An admission with so many requests in flight, and their keys in order."""
+    admission = Admission()
+    rows = [row(i) for i in range(count)]
+    for waiting in rows:
+        waiting.announced = 1
+    admission.add(rows)
+    return admission, [piece.key for piece in admission.take(count, announced=1)]
+
+
+def test_a_request_runs_once_it_is_the_oldest() -> None:
+    admission, keys = submitted(3)
+    assert admission.overdue(10.0, now=100.0) is None
+    assert admission.overdue(10.0, now=110.5) is admission.in_flight[keys[0]]
+    admission.answered(keys[0], now=111.0)
+    assert admission.overdue(10.0, now=111.0) is None, "until now, the next one may have waited in the queue"
+    assert admission.overdue(10.0, now=121.5) is admission.in_flight[keys[1]]
+
+
+def test_a_request_runs_once_a_later_one_has_come_back() -> None:
+    admission, keys = submitted(4)
+    admission.answered(keys[2], now=100.0)
+    admission.answered(keys[3], now=105.0)
+    for key in keys[:2]:  # both hang: the second one's clock does not wait for the first one's end
+        late = admission.overdue(10.0, now=110.5)
+        assert late is admission.in_flight[key]
+        del admission.in_flight[key]
+    assert admission.overdue(10.0, now=110.5) is None
+
+
+def test_another_attempt_begins_with_a_clock_of_its_own() -> None:
+    admission, keys = submitted(2)
+    again = admission.answered(keys[0], now=100.0)
+    assert again is not None
+    admission.retry(again, 0.0)
+    admission.take(1, announced=1)
+    admission.answered(keys[1], now=200.0)
+    assert admission.overdue(10.0, now=200.0) is None
+    assert admission.overdue(10.0, now=210.5) is again
+
+
+def test_a_row_that_waits_is_queued_once_when_the_engine_dies_beside_it() -> None:
+    """Of a group that runs apart, one request waits for its next attempt, one for its turn, one dies."""
+    admission = Admission()
+    group = [row(i) for i in range(3)]
+    for suspect in group:
+        suspect.begin()
+    admission.set_apart(group)
+    for suspect in group:
+        suspect.announced = 1
+    flying = admission.take(2, announced=1)
+    failed = admission.answered(flying[0].key, now=1.0)
+    assert failed is not None
+    admission.retry(failed, 0.0)
+    assert admission.died() == [group[1]]
+    admission.release([group[0], group[2]])
+    for suspect in group:
+        suspect.announced = 2
+    assert [piece.key for piece in admission.take(9, announced=2)] == ["0/0/2", "2/0/1"]
+
+
 def test_a_row_of_several_requests_can_be_dropped_whole() -> None:
     admission = Admission()
     split = row(1, Prompt(text="a"), Prompt(text="b"), Prompt(text="c"))
@@ -189,6 +251,9 @@ def judged(task: dict[str, Any], text: str | None, finish: str = "stop") -> tupl
 SCHEMA = {"type": "json", "schema": {"type": "object", "required": ["a"]}}
 LABELS = {"type": "choice", "labels": ["yes", "no"]}
 PATTERN = {"type": "regex", "pattern": r"\d{3}"}
+CENTS = {"type": "json", "schema": {"properties": {"a": {"multipleOf": 0.01}}}}
+TREE = {"type": "json", "schema": {"properties": {"a": {"$ref": "#"}}}}
+DEEP = '{"a":' * 400 + "{}" + "}" * 400
 
 
 @pytest.mark.parametrize(
@@ -207,6 +272,9 @@ PATTERN = {"type": "regex", "pattern": r"\d{3}"}
         (SCHEMA, '{"a": ', "length", '{"a": ', Reason.TRUNCATED_OUTPUT),
         (SCHEMA, '{"a": NaN}', "stop", '{"a": NaN}', Reason.INVALID_OUTPUT),
         (SCHEMA, "[" * 100_000, "stop", "[" * 100_000, Reason.INVALID_OUTPUT),
+        (CENTS, '{"a": 0.25}', "stop", '{"a": 0.25}', None),
+        (CENTS, '{"a": 1e999}', "stop", '{"a": 1e999}', Reason.INVALID_OUTPUT),
+        (TREE, DEEP, "stop", DEEP, Reason.INVALID_OUTPUT),
         (PATTERN, "123", "stop", "123", None),
         (PATTERN, "1234", "stop", "1234", Reason.INVALID_OUTPUT),
     ],
@@ -301,6 +369,50 @@ def test_deaths_are_counted_and_only_the_dead_convict(tmp_path: Path) -> None:
     assert not found(poisoned=(3,)).deaths, "explained deaths make no suspects"
     store.write_bytes(layout.suspects(0, "c"), b"{half")
     assert list(found().culprits) == [3]
+
+
+def test_an_announcer_that_fails_in_any_way_says_so(tmp_path: Path) -> None:
+    announcer = Announcer(LocalStore(tmp_path), {}.__getitem__, "me")
+    announcer.announce({7: [1]}, apart=False)
+    announcer.close(forget=False)
+    assert "cannot announce rows: KeyError: 7" in str(announcer.error)
+
+
+class ReadOnly(LocalStore):
+    """A store that has stopped taking writes."""
+
+    broken = False
+
+    def write_bytes(self, key: str, data: bytes) -> None:
+        if self.broken:
+            raise StoreError("cannot write: read-only")
+        super().write_bytes(key, data)
+
+    def delete(self, key: str) -> None:
+        if self.broken:
+            raise StoreError("cannot delete: read-only")
+        super().delete(key)
+
+
+def test_after_a_store_failure_suspects_are_forgotten_as_far_as_the_store_lets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(retrying, "_WAIT_SECONDS", ())
+    layout = RunLayout("job/runs/r")
+    for recovers in (True, False):
+        store = ReadOnly(tmp_path)
+        announcer = Announcer(store, lambda shard: ("e", layout.suspects(shard, "e")), "me")
+        announcer.announce({0: [1]}, apart=False)
+        while not announcer.idle:
+            time.sleep(0.001)
+        store.broken = True
+        announcer.announce({0: [2]}, apart=False)
+        while announcer.error is None:
+            time.sleep(0.001)
+        store.broken = not recovers
+        announcer.close(forget=True)
+        assert store.exists(layout.suspects(0, "e")) is not recovers
+    assert "cannot delete: read-only" in caplog.text
 
 
 def test_a_clean_exit_leaves_no_suspects(tmp_path: Path) -> None:

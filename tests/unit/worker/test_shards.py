@@ -114,6 +114,9 @@ def test_bad_input_of_one_shard_keeps_what_the_shard_before_it_has_paid(run: Run
     assert run.work("0,1")[0] == ExitCode.BAD_INPUT
     assert run.outcomes(0) == {"succeeded": 30}
     assert set(run.paid().values()) == {1}
+    assert not run.files("suspects.json"), (
+        "a damaged file says nothing against the rows that were in the engine"
+    )
 
 
 def test_a_shard_that_the_plan_does_not_have(run: Run) -> None:

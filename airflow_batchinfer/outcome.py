@@ -1,4 +1,4 @@
-"""What became of a row, and why."""
+"""What became of a row, and why: the words that spec, run and reports share."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Reason(StrEnum):
     ENGINE_ERROR = "engine_error"
     """Transient engine errors, attempts used up."""
     TIMED_OUT = "timed_out"
-    """In the engine for longer than its deadline, attempts used up."""
+    """The engine ran it for longer than its deadline, attempts used up."""
     INVALID_OUTPUT = "invalid_output"
     """The output does not parse, or breaks the schema, labels or pattern."""
     TRUNCATED_OUTPUT = "truncated_output"

@@ -1,0 +1,33 @@
+"""What Arrow raises while it reads: a store that fails, told apart from bytes that are damaged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from airflow_batchinfer.errors import StoreError
+
+_S3_WORDS = "AWS Error"
+"""In the message of every request to S3 that failed; Arrow gives no type and no code."""
+
+
+@contextmanager
+def arrow_reads(uri: str) -> Iterator[None]:
+    """Turn a failure of the store or the system, met while Arrow reads, into an error that may pass.
+
+    Damage, and an object that is not there, stay what Arrow raises.
+
+    Args:
+        uri: what is read.
+
+    Raises:
+        StoreError: the read failed, which says nothing about the object.
+    """
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        if error.errno is None and _S3_WORDS not in str(error):  # neither the system's nor S3's: a decoder's
+            raise
+        raise StoreError(f"cannot read {uri}: {error}") from error
