@@ -1,4 +1,4 @@
-"""DuckDB, set up for flat memory: bounded, spilling to scratch, all cores."""
+"""DuckDB, set up for flat memory: bounded, spilling to scratch, on a few cores."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ MEMORY_LIMIT = "400MB"
 """DuckDB's buffers in one step. Enough to sort ten million keys in a few spilled runs; small enough that
 Arrow's own buffers, which do not grow with the rows either, decide the step's peak."""
 
+THREADS = min(4, os.cpu_count() or 1)
+"""Each has buffers of its own, up to 64 MB for a reader of JSON lines, which have to fit into the limit."""
+
 
 @contextmanager
 def open_duckdb(scratch: Path, *, keep_order: bool = False) -> Iterator[duckdb.DuckDBPyConnection]:
@@ -34,7 +37,7 @@ def open_duckdb(scratch: Path, *, keep_order: bool = False) -> Iterator[duckdb.D
         scratch / "keys.duckdb",
         config={
             "memory_limit": MEMORY_LIMIT,
-            "threads": os.cpu_count() or 1,
+            "threads": THREADS,
             "temp_directory": str(scratch / "spill"),
             "preserve_insertion_order": keep_order,
             "autoinstall_known_extensions": False,

@@ -10,7 +10,6 @@ import codecs
 import gzip
 import io
 import json
-import os
 import shutil
 import zlib
 from collections.abc import Iterator, Sequence
@@ -22,6 +21,7 @@ import duckdb
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.csv as pc_csv
 import pyarrow.fs
 import pyarrow.parquet as pq
@@ -30,10 +30,10 @@ from deltalake.exceptions import DeltaError
 
 from airflow_batchinfer.errors import InputError
 from airflow_batchinfer.pipeline.delta_log import damaged_log_file
-from airflow_batchinfer.pipeline.duck import MEMORY_LIMIT, scalar, sql_name, sql_text
+from airflow_batchinfer.pipeline.duck import MEMORY_LIMIT, sql_name, sql_text
 from airflow_batchinfer.pipeline.inputs import FoundFile, FoundTable, find_input
 from airflow_batchinfer.pipeline.tables import delta_words
-from airflow_batchinfer.run.parquet import UNREADABLE, batch_rows
+from airflow_batchinfer.run.parquet import UNREADABLE, batch_rows, rows_at_once
 from airflow_batchinfer.run.plan import InputFile
 from airflow_batchinfer.spec import InputSpec
 from airflow_batchinfer.store.arrow_errors import arrow_reads
@@ -44,6 +44,11 @@ MAX_LINE_BYTES = 16 * 1024 * 1024
 MAX_NESTING = 64
 """Deepest object or list in a JSON line, the line itself included."""
 
+_JSON_ROWS = 2_048
+"""Rows in a batch; DuckDB's own vectors have as many."""
+
+_STRUCTURES = 100_000
+"""Lines' structures that are remembered, so as not to be merged again and again."""
 
 _NUMBERS = frozenset({"UBIGINT", "BIGINT", "HUGEINT", "DOUBLE"})
 """DuckDB's names of a JSON number's type."""
@@ -295,6 +300,7 @@ class JsonlReader(_Files):
     def __init__(self, found: list[FoundFile], spec: InputSpec, scratch: Path) -> None:
         super().__init__(found, spec)
         self._paths = [_local_file(f, scratch / f"input-{i:06d}") for i, f in enumerate(found)]
+        self._lines_read = self._bytes_read = 0
         with self._connect() as connection:
             self._types = self._structure(connection)
             self.schema = self._arrow_schema(connection)
@@ -302,28 +308,26 @@ class JsonlReader(_Files):
     def batches(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
         """See `Reader.batches`. Raises `InputError`, `StoreError` naming what cannot be read."""
         wanted = pa.schema([self.schema.field(c) for c in columns])
+        rows = rows_at_once(self._bytes_read, self._lines_read, _JSON_ROWS)
         for path, found in zip(self._paths, self._found, strict=True):
             query = f"SELECT {self._select(columns)} FROM {self._lines(path, found)}"
             with self._explained(found, path), self._connect() as connection:
-                for batch in connection.sql(query).to_arrow_reader(2048):
+                for batch in connection.sql(query).to_arrow_reader(rows):
                     yield batch.cast(wanted)
 
     def _connect(self) -> duckdb.DuckDBPyConnection:
-        return duckdb.connect(config={"memory_limit": MEMORY_LIMIT, "threads": os.cpu_count() or 1})
+        # With two, buffers for the longest lines do not fit into the memory.
+        return duckdb.connect(config={"memory_limit": MEMORY_LIMIT, "threads": 1})
 
     def _structure(self, connection: duckdb.DuckDBPyConnection) -> dict[str, Any]:
         """The merged structure of all lines: a type's name, `[type]`, or `{field: type}`."""
-        merged: Any = None
-        parts = []
+        merged: Any = "NULL"
         for path, found in zip(self._paths, self._found, strict=True):
             with self._explained(found, path):
-                query = f"SELECT json_group_structure(json) FROM {self._lines(path, found)}"
-                text = scalar(connection, query)
-            if text is not None:
-                parts.append(self._checked(text, found, path))
-        for part in parts:
-            merged = part if merged is None else _merge(merged, part)
-        if merged is None:
+                structure = self._structure_of(connection, self._lines(path, found))
+            if structure is not None:
+                merged = _merge(merged, self._checked(structure, found, path))
+        if merged == "NULL":
             raise InputError(f"the input has no rows ({len(self.files)} files, first {self.files[0].uri})")
         types: dict[str, Any] = merged
         if not types:
@@ -337,22 +341,41 @@ class JsonlReader(_Files):
             if name not in unusable
         }
 
-    def _checked(self, text: str, found: FoundFile, path: Path) -> dict[str, Any]:
-        """A file's structure from its JSON. Raises `InputError` naming the line that has another one."""
-        try:
-            structure = json.loads(text)
-        except RecursionError:
-            structure = None
+    def _structure_of(self, connection: duckdb.DuckDBPyConnection, lines: str) -> Any:
+        """What holds all lines of a file; none if it has no line, or one nested too deeply to tell.
+
+        Line by line, since DuckDB's `json_group_structure` holds on to memory for each row.
+        """
+        merged: Any = None
+        seen: set[str] = set()
+        query = connection.sql(f"SELECT json_structure(json)::VARCHAR, strlen(json) FROM {lines}")
+        for batch in query.to_arrow_reader(_JSON_ROWS):
+            self._lines_read += batch.num_rows
+            self._bytes_read += pc.sum(batch.column(1)).as_py() or 0
+            for text in pc.unique(batch.column(0)).to_pylist():
+                if text in seen:
+                    continue
+                if len(seen) >= _STRUCTURES:
+                    seen.clear()
+                seen.add(text)
+                try:
+                    merged = _merge("NULL" if merged is None else merged, _open(json.loads(text)))
+                except RecursionError:
+                    return "JSON"
+        return merged
+
+    def _checked(self, structure: Any, found: FoundFile, path: Path) -> dict[str, Any]:
+        """A file's structure, of objects. Raises `InputError` naming the line that has another one."""
         if isinstance(structure, dict) and _depth(structure) <= MAX_NESTING:
             return structure
         problem = _bad_line(path, found.compression)
-        if problem is None and structure == "JSON":  # every line is `{}`
-            return {}
         raise InputError(f"{found.identity.uri}{problem or ' cannot be read as JSON lines'}")
 
     def _exact(self, connection: duckdb.DuckDBPyConnection, name: str, type_: Any) -> Any:
         """`type_`, or text where numbers would lose digits, lines disagree or keys are too alike."""
         leaves = set(_leaves(type_))
+        if type_ == {}:
+            return "TEXT"
         if type_ == "JSON":
             self.warnings.append(f"input column `{name}` has values of different types; it is read as text")
             return "TEXT"
@@ -421,7 +444,7 @@ class JsonlReader(_Files):
     def _explained(self, found: FoundFile, path: Path) -> Iterator[None]:
         try:
             yield
-        except duckdb.Error as error:
+        except (duckdb.Error, OSError) as error:  # Arrow's, once lines are streamed
             # DuckDB's own line numbers are not exact.
             problem = _bad_line(path, found.compression)
             problem = problem or f" cannot be read as JSON lines: {_first_line(error)}"
@@ -498,6 +521,16 @@ def _has_plain_keys(structure: Any) -> bool:
     return plain and not alike and all(map(_has_plain_keys, structure.values()))
 
 
+def _open(structure: Any) -> Any:
+    """A line's structure with objects that hold nothing as such.
+
+    DuckDB calls them `JSON`, as it does values in a list that disagree: inside lists they stay that.
+    """
+    if isinstance(structure, dict):
+        return {k: _open(v) for k, v in structure.items()}
+    return {} if structure == "JSON" else structure
+
+
 def _merge(one: Any, other: Any) -> Any:
     """The structure that holds values of both."""
     if one == other or other == "NULL":
@@ -542,6 +575,7 @@ def _local_file(found: FoundFile, target: Path) -> Path:
         return target
     filesystem, root = found.store.filesystem()
     with (
+        arrow_reads(found.identity.uri),
         filesystem.open_input_stream(f"{root}/{found.key}", compression=None) as source,
         target.open("wb") as sink,
     ):

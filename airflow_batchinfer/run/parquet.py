@@ -31,9 +31,13 @@ _BATCH_ROWS = 32_768
 
 def batch_rows(metadata: pq.FileMetaData, most: int = _BATCH_ROWS) -> int:
     """How many rows to read at once of a file whose rows have this average size; at most `most`."""
-    bytes_ = sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
-    per_row = max(1, bytes_ // max(1, metadata.num_rows))
-    return int(max(1, min(most, _BATCH_BYTES // per_row)))
+    size = sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
+    return rows_at_once(size, metadata.num_rows, most)
+
+
+def rows_at_once(size: int, rows: int, most: int) -> int:
+    """How many rows to hold at once if `rows` of them take `size` bytes; at most `most`."""
+    return max(1, min(most, _BATCH_BYTES * rows // max(1, size)))
 
 
 @contextmanager

@@ -15,8 +15,10 @@ import pytest
 
 from airflow_batchinfer.errors import BatchInferError, InputError, StoreError
 from airflow_batchinfer.pipeline.inputs import glob_matches
+from airflow_batchinfer.pipeline.readers import open_input
 from airflow_batchinfer.pipeline.split import split
 from airflow_batchinfer.run.plan import Plan
+from airflow_batchinfer.spec import InputSpec
 from airflow_batchinfer.store import Store, open_store
 from tests.unit.pipeline.runs import frozen_rows, job, write_input
 
@@ -119,6 +121,31 @@ def test_jsonl_keeps_text_numbers_and_nested_values(tmp_path: Path, store: Store
     assert [r["mixed"] for r in rows] == ["1", "x", '{"b": 1}'.replace(" ", "")]
     assert [r["deep"] for r in rows] == [{"a": [1, 2]}, None, None]
     assert any("`big`" in w for w in plan.warnings)
+
+
+def test_jsonl_of_any_size_is_read_in_bounded_memory(tmp_path: Path) -> None:
+    path = tmp_path / "many.jsonl"
+    with path.open("w") as file:
+        for i in range(60_000):
+            more = {
+                f"field_{i % 7}": i,
+                "list": [{}] if i % 3 else [{"a": i}],
+                "object": {} if i % 2 else {"b": i},
+            }
+            file.write(json.dumps({"id": i, "text": f"{i} " * 120} | more) + "\n")
+    reader = open_input(InputSpec(path=str(path)), tmp_path)
+    assert sum(batch.num_rows for batch in reader.batches(["text"])) == 60_000
+    assert reader.schema.field("id").type == pa.int64()
+    assert reader.schema.field("object").type == pa.struct({"b": pa.int64()})
+
+
+def test_jsonl_of_long_lines_is_read_in_bounded_memory(tmp_path: Path) -> None:
+    path = tmp_path / "long.jsonl.gz"
+    with gzip.open(path, "wt", compresslevel=1) as file:
+        for i in range(200):
+            file.write(json.dumps({"id": i, "text": "x" * 2_000_000}) + "\n")
+    reader = open_input(InputSpec(path=str(path)), tmp_path)
+    assert max(batch.num_rows for batch in reader.batches(["id", "text"])) < 10
 
 
 def test_csv_is_text_as_written(tmp_path: Path, store: Store) -> None:
