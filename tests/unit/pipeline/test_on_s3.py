@@ -128,7 +128,7 @@ def test_delta_table_and_a_missing_object(bucket: Store) -> None:
         split(bucket, job(bucket, "text", name="other"), "run")
 
 
-@pytest.mark.parametrize("name", ["in/a.parquet", "in/a.csv"])
+@pytest.mark.parametrize("name", ["in/a.parquet", "in/a.csv", "in/a.jsonl"])
 def test_an_input_that_cannot_be_read_now_is_not_taken_for_a_damaged_one(
     server: S3Server, bucket: Store, name: str
 ) -> None:
@@ -136,6 +136,7 @@ def test_an_input_that_cannot_be_read_now_is_not_taken_for_a_damaged_one(
 
     put_parquet(bucket, "in/a.parquet", ROWS)
     bucket.write_bytes("in/a.csv", b"id,text,who\n1,a,b\n")
+    bucket.write_bytes("in/a.jsonl", b'{"id": 1, "text": "a", "who": "b"}\n')
     with FaultyProxy(server.endpoint_url) as proxy:
         proxy.rule = lambda method, path: "denied" if path.endswith(name) else None
         shaken = open_store(bucket.uri, {"endpoint_url": proxy.endpoint_url})
