@@ -410,16 +410,18 @@ class Loop:
             self._flush(shard)
 
     def _check_deadlines(self) -> None:
-        """Abort a request that has been running for too long, and only that one."""
+        """Abort a request that has been running for too long, and only that one, if others move."""
         assert self._info is not None
         if self._info.keeps_row_timeout:
             return
         limit, now = self._retry.row_timeout_seconds, time.monotonic()
         while (piece := self._admission.overdue(limit, now)) is not None:
-            if self._engine.silence > limit and len(self._admission.in_flight) > 1:
-                # Nothing moves at all: this request is not to blame, or not alone.
-                self._engine.stalled = True
-                self._engine.kill(f"the engine made no token for retry.row_timeout_seconds={limit:g}")
+            if self._engine.silence > limit / 2:
+                # Nothing moves. If it stays so, the engine is stuck: this request may not be to blame, and
+                # whatever took its place would be blamed next.
+                if self._engine.silence > limit:
+                    self._engine.stalled = True
+                    self._engine.kill(f"the engine made no token for retry.row_timeout_seconds={limit:g}")
                 return
             del self._admission.in_flight[piece.key]
             self._engine.abort([piece.key])

@@ -105,6 +105,19 @@ def test_time_in_the_engines_queue_does_not_count_as_running(run: Run) -> None:
     assert run.progress().engine_restarts == 0
 
 
+def test_a_stuck_engine_is_ended_although_its_rows_enter_one_by_one(run: Run) -> None:
+    """Aborting the one row would leave the engine stuck, and each row after it would be blamed in turn."""
+    run.plan(
+        texts(6, {2: "<<stall>>"}),
+        engine="FaultyEngine",
+        options={"max_in_flight": 1},
+        retry={"row_timeout_seconds": 0.3, "stall_seconds": 60, "backoff_seconds": 0.01},
+    )
+    assert run.work()[0] == ExitCode.COMMITTED
+    assert run.outcomes() == {"succeeded": 5, "failed": 1}
+    assert run.results()[2]["reason"] == "timed_out"
+
+
 def test_a_row_that_stalls_the_engine_is_found_and_the_rest_succeeds(run: Run) -> None:
     run.plan(
         texts(40, {9: "<<stall>>"}),
