@@ -264,9 +264,8 @@ class ModelSpec(_Strict):
         if "trust_remote_code" in self.engine:
             raise ValueError("set `model.trust_remote_code`, not `model.engine.trust_remote_code`")
         replicas = [name for name in self.engine if name.startswith("data_parallel")]
-        if (
-            replicas and self.backend == "vllm"
-        ):  # vLLM's own class for batches refuses it as well: it may hang
+        if replicas and self.backend == "vllm":
+            # vLLM's own class for batches refuses it as well: it may hang.
             raise ValueError(
                 f"leave out `engine.{replicas[0]}`: a worker's engine is one replica of the model; more "
                 "workers at once are `sharding.max_parallel_shards`"

@@ -170,9 +170,8 @@ class BatchInferPodOperator(KubernetesPodOperator):
             if not self._environment:  # a fresh operator; not so if the pod ended before it was watched
                 self._fill_in(work)
             self._seen, self._overdue = None, event["status"] == "timeout"
-            self._read_pod(
-                event["name"], event["namespace"]
-            )  # KubernetesPodOperator's reading is not patient
+            # KubernetesPodOperator's own reading is not patient.
+            self._read_pod(event["name"], event["namespace"])
             trouble = self._trouble_of(super().trigger_reentry, context, event)
             if not self._settle(context, work, event["name"], event["namespace"], trouble):
                 self._aim_anew(work)

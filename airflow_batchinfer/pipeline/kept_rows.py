@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from datetime import datetime
 from pathlib import Path
 
 import pyarrow as pa
@@ -14,7 +13,7 @@ from airflow_batchinfer.errors import CorruptError
 from airflow_batchinfer.pipeline.answers import positions
 from airflow_batchinfer.pipeline.buckets import Buckets, side_by_side
 from airflow_batchinfer.pipeline.increment import PRIOR_ROW_ID, REMOVED, UNCHANGED
-from airflow_batchinfer.pipeline.results import ResultColumns
+from airflow_batchinfer.pipeline.results import ResultColumns, planned_at
 from airflow_batchinfer.run.layout import results_table
 from airflow_batchinfer.run.parquet import batch_rows, open_parquet
 from airflow_batchinfer.run.plan import KeptRows, Plan
@@ -119,8 +118,7 @@ def _prior_results(dataset: ds.Dataset, kept: KeptRows, scratch: Path) -> Bucket
     schema = dataset.schema
     where = ds.field("run_id") == kept.prior_run_id
     if kept.prior_created_at:
-        planned = datetime.fromisoformat(kept.prior_created_at)
-        where &= ds.field("run_created_at") == pa.scalar(planned, pa.timestamp("us", "UTC"))
+        where &= ds.field("run_created_at") == planned_at(kept.prior_created_at)
     priors = Buckets(scratch, schema, "row_id")
     for fragment in dataset.get_fragments(where):
         for batch in fragment.to_batches(

@@ -60,11 +60,10 @@ class ResultColumns:
         self.carried = carried_schema(plan)
         self.prefix = plan.spec.output.carry_prefix
         home = plan.replay_of or plan
-        created = datetime.fromisoformat(home.created_at)
         self._same = {
             "job": pa.scalar(plan.job),
             "run_id": pa.scalar(home.run_id),
-            "run_created_at": pa.scalar(created, pa.timestamp("us", "UTC")),
+            "run_created_at": planned_at(home.created_at),
             "generation": pa.scalar(home.generation, pa.int32()),
             "run_fingerprint": pa.scalar(home.fingerprint),
             "merged_by": pa.scalar(plan.run_id),
@@ -135,6 +134,11 @@ def check_result_columns(spec: JobSpec) -> None:
                 "`output.carry_prefix` or `output.column`, or rename the column in the input"
             )
         seen[name.lower()] = name
+
+
+def planned_at(created_at: str) -> pa.Scalar:
+    """A plan's `created_at` as it stands in the results, in `run_created_at`."""
+    return pa.scalar(datetime.fromisoformat(created_at), pa.timestamp("us", "UTC"))
 
 
 def published_fields(spec: JobSpec, read: pa.Schema) -> list[pa.Field]:

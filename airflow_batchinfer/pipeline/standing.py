@@ -7,13 +7,13 @@ from datetime import datetime
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 import pyarrow.dataset as ds
 from pydantic import Field
 
 from airflow_batchinfer.errors import CorruptError
 from airflow_batchinfer.pipeline.accounting import account_of
 from airflow_batchinfer.pipeline.dead_letters import Status
+from airflow_batchinfer.pipeline.results import planned_at
 from airflow_batchinfer.pipeline.split import newest_plan
 from airflow_batchinfer.pipeline.tables import dataset_of, open_table
 from airflow_batchinfer.run.document import Document
@@ -89,8 +89,7 @@ def planned_otherwise(store: Store, plan: Plan, dataset: ds.Dataset) -> datetime
             deleted and which was split again.
         dataset: the results table.
     """
-    created = datetime.fromisoformat(plan.created_at)
-    other = ds.field("run_created_at") != pa.scalar(created, pa.timestamp("us", "UTC"))
+    other = ds.field("run_created_at") != planned_at(plan.created_at)
     rows = dataset.head(1, columns=["run_created_at"], filter=(ds.field("run_id") == plan.run_id) & other)
     if rows.num_rows:
         found: datetime = rows["run_created_at"][0].as_py()

@@ -85,9 +85,8 @@ def _structured(fault_of: Callable[[str], str | None]) -> Judge:
                 return Judged(raw)
             if text != raw and fault_of(text) is None:
                 return Judged(text)
-        except (
-            Exception
-        ) as error:  # a number or a nesting beyond Python's bounds costs its row, not the shard
+        except Exception as error:
+            # A number or a nesting beyond Python's bounds costs its row, not the shard.
             fault = f"cannot be checked: {type(error).__name__}: {error}"
         if completion.finish_reason == "length":
             return Judged(raw, Reason.TRUNCATED_OUTPUT, f"cut off by sampling.max_tokens: {fault}")
