@@ -52,7 +52,7 @@ def main() -> int:
         commit = killed.commit()
         print(f"committed: {commit.counts}, {_tokens(commit.tokens)}, {commit.attempts} attempts")
         attempts = list(killed.progress())
-        paid = sum(p.tokens.prompt + p.tokens.output for p in attempts)
+        paid = sum(p.tokens.total for p in attempts)
         lost = sum(p.done - p.durable for p in attempts)
         needed = undisturbed.prompt + undisturbed.output
         print(

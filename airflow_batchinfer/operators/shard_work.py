@@ -121,7 +121,7 @@ class ShardWork:
         counts = ", ".join(f"{n:,} {outcome}" for outcome, n in commit.counts.items() if n)
         return (
             f"shard {shard:04d} committed by {commit.epoch}: {counts} · "
-            f"{commit.tokens.prompt + commit.tokens.output:,} tokens · {commit.attempts} attempt(s)"
+            f"{commit.tokens.total:,} tokens · {commit.attempts} attempt(s)"
         )
 
     def check_committed(self) -> None:

@@ -28,6 +28,11 @@ class Tokens(Document):
     output: int = 0
     cached: int = 0
 
+    @property
+    def total(self) -> int:
+        """Prompt and output tokens; cached ones are among the prompt's."""
+        return self.prompt + self.output
+
 
 class Commit(Document):
     """Written once, last, by one attempt: its parts together hold every sent row of the shard.

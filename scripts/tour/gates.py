@@ -63,7 +63,7 @@ def approved(api: AirflowApi, store: LocalStore) -> None:
     report = _report(store, JOB, run_id)
     if report.pilot and report.pilot.forecast:
         tokens = report.pilot.forecast.tokens
-        actual = report.tokens.prompt + report.tokens.output
+        actual = report.tokens.total
         print(
             f"  forecast {tokens.expected:,.0f} tokens ({tokens.low:,.0f} to {tokens.high:,.0f}), "
             f"actual {actual:,}"

@@ -33,7 +33,7 @@ def parts_by_attempt(run: StoredRun, shard: int = 0) -> dict[str, dict[int, int]
 def paid_by(run: StoredRun, epoch: str, shard: int = 0) -> int:
     """Tokens that one attempt paid, by the engine's count."""
     progress = Progress.read(run.store, run.layout.progress(shard, epoch))
-    return progress.tokens.prompt + progress.tokens.output
+    return progress.tokens.total
 
 
 def test_the_real_model_resumes_from_its_parts(airflow, airflow_store: Path, tmp_path: Path):

@@ -57,7 +57,7 @@ def build_report(store: Store, plan: Plan, account: Account | None) -> Report:
         profile = profile.plus(own)
         picker.see(shard)
         attempts = attempts_of(store, layout, shard.planned.shard)
-        paid += sum(a.tokens.prompt + a.tokens.output for a in attempts)
+        paid += sum(a.tokens.total for a in attempts)
         lines.append(_line(shard, own, attempts, start))
         engine = engine or (shard.commit.engine if shard.commit else {})
 
