@@ -92,7 +92,7 @@ def _run(variant: Variant, scratch: Path, arguments: argparse.Namespace) -> Meas
         model=arguments.model,
         max_tokens=arguments.max_tokens,
     )
-    ours.prepare(job, arguments.airflow)
+    ours.plan(job, arguments.airflow)
     measured = run(OURS, job, str(Path(arguments.worker).absolute()), variant.environment)
     print(f"{variant.title}: held {measured.held:.1f} s, engine {measured.engine:.1f} s", flush=True)
     if measured.returncode or measured.accepted != arguments.rows:

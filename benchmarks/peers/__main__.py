@@ -15,12 +15,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from benchmarks.peers import ours
 from benchmarks.peers.document import write_document
 from benchmarks.peers.measure import Measured, refused_before_start, run
+from benchmarks.peers.poison import poison_of
+from benchmarks.peers.prompt_sets import DEADLY_SET
 from benchmarks.peers.records import Record, Records
 from benchmarks.peers.rounds import (
     EQUAL,
@@ -40,8 +42,12 @@ from benchmarks.peers.rounds import (
 _OTHERS_ENVIRONMENT = ("ray_data", "datatrove_runner", "daft_prompt")
 _KILL_ROWS = 3
 """Times the rows of the other rounds: what is in flight has to be a small part of a run that is killed."""
+_KILL_CHECKPOINT = 64
+"""Rows between checkpoints where a run is killed, of peers that have to be asked for them."""
 _FAULT_ROWS = 24
 _FEW_TOKENS = 2
+_FAULT_SECONDS = 300.0
+"""A peer that takes longer for the few rows with a fault among them hangs."""
 
 
 def main() -> int:
@@ -84,6 +90,7 @@ class _Bench:
         self._arguments = arguments
         self._records = records
         self._scratch = Path(tempfile.mkdtemp(prefix="peers-"))
+        self._code = _commit()
 
     def measure(self, round_: Round) -> None:
         """Runs of all who have too few on record; ours is in each, as a ratio is of one run."""
@@ -111,11 +118,7 @@ class _Bench:
             for peer in self._peers(EVERYBODY):
                 if not self._records.has(fault, peer, 0):
                     round_ = Round(fault, FAULTS[fault], fault, EQUAL)
-                    try:
-                        measured = self._run(peer, round_, rows=_FAULT_ROWS)
-                    except subprocess.CalledProcessError as refused:  # when it was planned
-                        measured = refused_before_start(refused.returncode)
-                    self._keep(fault, peer, 0, measured, _FAULT_ROWS)
+                    self._keep(fault, peer, 0, self._run(peer, round_, rows=_FAULT_ROWS), _FAULT_ROWS)
 
     def memory(self) -> None:
         """Peak memory with few and with many rows, the engine an instant one."""
@@ -133,7 +136,7 @@ class _Bench:
         return [peer for peer in of if peer in self._arguments.only]
 
     def _keep(self, round_: str, peer: str, number: int, measured: Measured, rows: int | None = None) -> None:
-        record = Record.of(round_, peer, number, rows or self._arguments.rows, measured)
+        record = Record.of(round_, peer, number, rows or self._arguments.rows, measured, code=self._code)
         self._records.add(record)
         print(asdict(record), flush=True)
         if measured.returncode or not measured.accepted:
@@ -156,14 +159,38 @@ class _Bench:
             engine=round_.engine,
             model=self._arguments.model,
             max_tokens=max_tokens or self._arguments.max_tokens,
+            checkpoint_rows=_KILL_CHECKPOINT if kill_at_tokens else 0,
         )
+        around = 0.0
         if peer == OURS:
-            ours.prepare(job, self._arguments.airflow)
+            try:
+                around = ours.plan(job, self._arguments.airflow)
+            except subprocess.CalledProcessError as refused:
+                return refused_before_start(refused.returncode)
         environment = self._arguments.peers if peer in _OTHERS_ENVIRONMENT else self._arguments.worker
-        python = str(Path(environment).absolute())
-        return run(
-            peer, job, python, round_.environment, kill_at_tokens=kill_at_tokens, memory=round_.instant
+        variables = dict(round_.environment)
+        if round_.prompts == DEADLY_SET:
+            variables |= poison_of(job)
+        measured = run(
+            peer,
+            job,
+            str(Path(environment).absolute()),
+            variables,
+            kill_at_tokens=kill_at_tokens,
+            memory=round_.instant,
+            **({"limit": _FAULT_SECONDS} if round_.name in FAULTS else {}),
         )
+        if peer == OURS and not measured.returncode:
+            around += ours.publish(job, self._arguments.airflow)
+            measured = replace(measured, around=around)
+        return measured
+
+
+def _commit() -> str | None:
+    """The commit that is measured, `+` if there are changes; none outside a repository."""
+    git = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
+    described = subprocess.run(git, capture_output=True, text=True, check=False)
+    return described.stdout.strip() or None
 
 
 if __name__ == "__main__":

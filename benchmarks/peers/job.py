@@ -22,6 +22,7 @@ class Job:
         engine: engine arguments by vLLM's names; the same for all in an equal-arguments run, and only
             what the model needs in a defaults run.
         max_tokens: most tokens of an answer; decoding is greedy for all.
+        checkpoint_rows: rows between checkpoints, of a peer that makes them only if asked; 0 for none.
     """
 
     prompts: str
@@ -31,6 +32,7 @@ class Job:
     template: str
     engine: dict[str, Any] = field(default_factory=dict)
     max_tokens: int = 64
+    checkpoint_rows: int = 0
 
     def save(self, path: Path) -> None:
         """Write as JSON."""

@@ -20,7 +20,8 @@ def chat(job: Job, chunk: int | None) -> None:
 
     llm = LLM(job.model, **job.engine)
     sampling = SamplingParams(temperature=0.0, max_tokens=job.max_tokens)
-    rows = list(job.rows())
+    have = {r["id"] for r in read_jsonl(job.folder / "results.jsonl")}
+    rows = [row for row in job.rows() if row[0] not in have]
     size = chunk or len(rows)
     with (job.folder / "results.jsonl").open("a", encoding="utf-8") as file:
         for start in range(0, len(rows), size):

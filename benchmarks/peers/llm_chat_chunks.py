@@ -1,4 +1,7 @@
-"""Peer: `LLM.chat` in chunks of `max_num_seqs`, a write after each: the usual home-made checkpoint."""
+"""Peer: `LLM.chat` in chunks of `max_num_seqs`, a write after each: the usual home-made checkpoint.
+
+A second start leaves out what the file has.
+"""
 
 from __future__ import annotations
 

@@ -38,6 +38,8 @@ class Measured:
         returncode: of the last start; the end of the log is in `log`.
         peak: most memory that all of its processes held together, in MiB, shared pages once; if it was
             asked for.
+        killed_at: tokens computed when it was killed, where it was.
+        around: seconds of steps outside of `held`, for which no accelerator is held; if there are any.
     """
 
     held: float
@@ -49,6 +51,8 @@ class Measured:
     returncode: int
     log: Path
     peak: float | None = None
+    killed_at: float | None = None
+    around: float | None = None
 
 
 def run(
@@ -87,6 +91,7 @@ def run(
     begin = time.monotonic()
     first: float | None = None
     peak = 0.0
+    killed_at: float | None = None
     while True:
         with log.open("ab") as output:
             process = subprocess.Popen(
@@ -108,6 +113,8 @@ def run(
             if elapsed > limit or (kill_at_tokens is not None and reading.tokens >= kill_at_tokens):
                 killed = kill_at_tokens is not None and elapsed <= limit
                 _end(process.pid, meter)
+                if killed:
+                    killed_at = engine_meter.read(meter).tokens
                 break
         returncode = process.wait()
         held = time.monotonic() - begin
@@ -126,6 +133,7 @@ def run(
         returncode=returncode,
         log=log,
         peak=peak if memory else None,
+        killed_at=killed_at,
     )
 
 

@@ -1,6 +1,6 @@
-"""This package: split in Airflow's environment, one worker process, reconcile; no Airflow around it.
+"""This package: split, one worker process, reconcile and merge; no Airflow around it.
 
-What is held is the worker; split and reconcile run where no accelerator is, and are timed apart.
+What is held is the worker; the other steps run where no accelerator is, and are timed apart.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,20 @@ from benchmarks.peers.job import Job, Results
 _RUN = "bench"
 
 
-def prepare(job: Job, python: str) -> None:
-    """Plan the run with Airflow's Python, which has the data engines; a plan that stands is kept."""
-    subprocess.run([python, "-m", "benchmarks.peers.ours", "plan", str(job.folder / "job.json")], check=True)
+def plan(job: Job, python: str) -> float:
+    """Split, with Airflow's Python, which has the data engines. Returns seconds, start of Python included."""
+    return _timed(python, "plan", job)
+
+
+def publish(job: Job, python: str) -> float:
+    """Reconcile and merge. Returns seconds, start of Python included."""
+    return _timed(python, "publish", job)
+
+
+def _timed(python: str, step: str, job: Job) -> float:
+    begin = time.monotonic()
+    subprocess.run([python, "-m", "benchmarks.peers.ours", step, str(job.folder / "job.json")], check=True)
+    return time.monotonic() - begin
 
 
 def main(job: Job) -> None:
@@ -68,8 +80,19 @@ def _plan(job: Job) -> None:
     split(open_store(data["store"]), JobSpec.parse(data), _RUN)
 
 
+def _publish(job: Job) -> None:
+    from airflow_batchinfer.pipeline.merge import merge
+    from airflow_batchinfer.pipeline.reconcile import reconcile
+    from airflow_batchinfer.run.layout import run_dir
+    from airflow_batchinfer.store import open_store
+
+    store = open_store(str(job.folder / "store"))
+    reconcile(store, run_dir("peers", _RUN))
+    merge(store, run_dir("peers", _RUN))
+
+
 if __name__ == "__main__":
-    if sys.argv[1] == "plan":
-        _plan(Job.load(sys.argv[2]))
+    if sys.argv[1] in ("plan", "publish"):
+        {"plan": _plan, "publish": _publish}[sys.argv[1]](Job.load(sys.argv[2]))
     else:
         main(Job.load(sys.argv[1]))

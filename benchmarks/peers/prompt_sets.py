@@ -13,6 +13,9 @@ from pathlib import Path
 
 MALFORMED = "malformed"
 """Stands for a row whose line is no JSON."""
+DEADLY_SET = "deadly"
+DEADLY = "qqq"
+"""In no text of another row or set: what `meter/poison_engine.py` is told to die of."""
 
 _WORDS = [
     "account",
@@ -138,6 +141,12 @@ def malformed(count: int, rng: random.Random) -> Iterator[str]:
         yield MALFORMED if number == count // 2 else _text(rng, 30)
 
 
+def deadly(count: int, rng: random.Random) -> Iterator[str]:
+    """Short texts, and one in their middle that kills an engine with the plugin `poison_engine`."""
+    for number in range(count):
+        yield f"{_text(rng, 15)} {DEADLY} {_text(rng, 15)}" if number == count // 2 else _text(rng, 30)
+
+
 SETS: dict[str, Callable[[int, random.Random], Iterator[str]]] = {
     "uniform": uniform,
     "long-tailed": long_tailed,
@@ -146,6 +155,7 @@ SETS: dict[str, Callable[[int, random.Random], Iterator[str]]] = {
     "mixed": mixed,
     "over-long": over_long,
     "malformed": malformed,
+    DEADLY_SET: deadly,
 }
 
 

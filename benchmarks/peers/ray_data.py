@@ -10,12 +10,16 @@ from benchmarks.peers.job import Job, Results, read_jsonl
 
 
 def main(job: Job) -> None:
-    """Its documented batch pipeline; each block is written as JSONL when it is done."""
+    """Its documented batch pipeline; each block is written as JSONL when it is done.
+
+    A checkpoint is asked for where a run is killed; it is made a block, so blocks are small then.
+    """
     import ray
     from ray.data.llm import build_processor, vLLMEngineProcessorConfig
 
     # vLLM's own default on a CPU, 92 % of all memory, is not there beside Ray's processes.
     engine = {"kv_cache_memory_bytes": 4 << 30, **job.engine}
+    # A logical number: with fewer, its actors, one CPU each, wait for one another.
     ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False)
     config = vLLMEngineProcessorConfig(
         model_source=job.model,
@@ -44,6 +48,13 @@ def main(job: Job) -> None:
 
     processor = build_processor(config, preprocess=preprocess, postprocess=postprocess)
     dataset = ray.data.read_json(job.prompts)
+    if job.checkpoint_rows:
+        from ray.data.checkpoint import CheckpointConfig
+
+        ray.data.DataContext.get_current().checkpoint_config = CheckpointConfig(
+            id_column="id", checkpoint_path=str(job.folder / "checkpoint"), delete_checkpoint_on_success=False
+        )
+        dataset = dataset.repartition(target_num_rows_per_block=job.checkpoint_rows)
     processor(dataset).write_json(str(job.folder / "results"))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Self
 
@@ -21,6 +22,9 @@ class Record:
         rows: rows of the prompt set.
         first_durable: seconds until an accepted row was seen on disk; null if not before the exit.
         peak: MiB that all its processes held together at most; null where it was not sampled.
+        killed_at: tokens computed when it was killed, where it was.
+        around: ours: seconds of split, reconcile and merge, for which nothing is held; null if not taken.
+        at: when it was measured. code: the commit that was, `+` if there were changes.
     """
 
     round: str
@@ -35,9 +39,22 @@ class Record:
     first_durable: float | None
     returncode: int
     peak: float | None = None
+    killed_at: int | None = None
+    around: float | None = None
+    at: str | None = None
+    code: str | None = None
 
     @classmethod
-    def of(cls, round_: str, peer: str, run: int, rows: int, measured: Measured) -> Self:
+    def of(
+        cls,
+        round_: str,
+        peer: str,
+        run: int,
+        rows: int,
+        measured: Measured,
+        *,
+        code: str | None = None,
+    ) -> Self:
         """What is kept of a measurement."""
         first = measured.first_durable
         return cls(
@@ -53,6 +70,10 @@ class Record:
             first_durable=None if first is None else round(first, 2),
             returncode=measured.returncode,
             peak=None if measured.peak is None else round(measured.peak),
+            killed_at=None if measured.killed_at is None else int(measured.killed_at),
+            around=None if measured.around is None else round(measured.around, 2),
+            at=datetime.now(UTC).isoformat(timespec="seconds"),
+            code=code,
         )
 
     @property

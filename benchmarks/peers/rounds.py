@@ -117,6 +117,7 @@ KILLED = "equal"
 FAULTS = {
     "over-long": "one prompt longer than the context",
     "malformed": "one line of the input is no JSON",
+    "deadly": "one prompt kills the engine (SIGSEGV)",
 }
 """Prompt sets with one fault, and what it is."""
 
@@ -132,12 +133,20 @@ MEMORY = Round(
 
 
 def write_job(
-    folder: Path, prompts: str, rows: int, *, engine: dict[str, object], model: str, max_tokens: int
+    folder: Path,
+    prompts: str,
+    rows: int,
+    *,
+    engine: dict[str, object],
+    model: str,
+    max_tokens: int,
+    checkpoint_rows: int = 0,
 ) -> Job:
     """Write the prompts and the job that any peer is given, into a folder that exists.
 
     Args:
         prompts: name of a prompt set. model: folder of the model. max_tokens: of an answer, at most.
+        checkpoint_rows: see `Job`.
     """
     prompt_sets.write(prompts, rows, folder / "prompts.jsonl")
     job = Job(
@@ -148,6 +157,7 @@ def write_job(
         template=TEMPLATE,
         engine=dict(engine),
         max_tokens=max_tokens,
+        checkpoint_rows=checkpoint_rows,
     )
     job.save(folder / "job.json")
     return job
