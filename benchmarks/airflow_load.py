@@ -25,8 +25,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from deltalake import DeltaTable
+
 from airflow_batchinfer.run.commit import chosen_commit
-from airflow_batchinfer.run.layout import RunLayout, run_dir
+from airflow_batchinfer.run.layout import RunLayout, results_table, run_dir
 from airflow_batchinfer.run.ledger import Ledger
 from airflow_batchinfer.store import LocalStore
 from scripts.airflow_stack import AirflowApi, AirflowStack, StackError
@@ -60,12 +62,15 @@ class Load:
     states: dict[str, int]
     tries: int
     """Task instances that were tried more than once."""
+    shards_missing: int
+    """Shards that no task was mapped for."""
     rows_missing: int
+    """Input rows that the results table does not have."""
 
     @property
     def stuck(self) -> bool:
         """Whether anything was not as it has to be."""
-        return set(self.states) != {"success"} or self.tries > 0 or self.rows_missing > 0
+        return set(self.states) != {"success"} or bool(self.tries or self.shards_missing or self.rows_missing)
 
     def line(self) -> str:
         """One line for a person."""
@@ -73,7 +78,7 @@ class Load:
             f"{self.database}: {self.shards} shards, {self.parallel} at once: run {self.run:.0f} s; a shard "
             f"{self.shard_slot:.2f} s of a slot = worker {self.shard_worker:.2f} + task "
             f"{self.shard_task:.2f} + between tasks {self.shard_between:.2f}; tasks {self.states}, "
-            f"{self.tries} tried again, {self.rows_missing} rows missing"
+            f"{self.tries} tried again, {self.shards_missing} shards and {self.rows_missing} rows missing"
         )
 
 
@@ -123,7 +128,7 @@ def measure(database: str, shards: int, parallel: int, timeout: float, scratch: 
             began = time.monotonic()
             run_id = stack.api.trigger(_DAG)
             stack.api.wait(_DAG, run_id, timeout)
-            return _load(stack.api, database, run_id, parallel, time.monotonic() - began, scratch)
+            return _load(stack.api, database, run_id, shards, parallel, time.monotonic() - began, scratch)
 
 
 def _write_job(scratch: Path, shards: int, parallel: int) -> Path:
@@ -165,7 +170,13 @@ def _database(database: str, scratch: Path) -> Iterator[dict[str, str]]:
 
 
 def _load(
-    api: AirflowApi, database: str, run_id: str, parallel: int, run_seconds: float, scratch: Path
+    api: AirflowApi,
+    database: str,
+    run_id: str,
+    shards: int,
+    parallel: int,
+    run_seconds: float,
+    scratch: Path,
 ) -> Load:
     tasks = api.tasks(_DAG, run_id)
     infer = [task for task in tasks if task["task_id"] == "infer"]
@@ -175,7 +186,9 @@ def _load(
     last = max(_at(task, "end_date") for task in infer)
     slot = parallel * (last - first).total_seconds() / len(infer)
     in_task = sum((_at(t, "end_date") - _at(t, "start_date")).total_seconds() for t in infer) / len(infer)
-    held, missing = _in_store(LocalStore(scratch / "store"), run_id)
+    published = DeltaTable(str(scratch / "store" / results_table(_JOB))).to_pyarrow_dataset()
+    row_ids = set(published.to_table(["row_id"])["row_id"].to_pylist())
+    held = _held_seconds(LocalStore(scratch / "store"), run_id)
     return Load(
         database=database,
         shards=len(infer),
@@ -187,17 +200,18 @@ def _load(
         shard_between=slot - in_task,
         states=dict(Counter(str(task["state"]) for task in tasks)),
         tries=sum(task["try_number"] > 1 for task in tasks),
-        rows_missing=missing,
+        shards_missing=shards - len(infer),
+        rows_missing=len(set(range(shards * _ROWS_A_SHARD)) - row_ids),
     )
 
 
-def _in_store(store: LocalStore, run_id: str) -> tuple[float, int]:
-    """Mean seconds that a shard's worker was held, and rows without an outcome: the store's word."""
+def _held_seconds(store: LocalStore, run_id: str) -> float:
+    """Mean seconds that a shard's worker was held."""
     layout = RunLayout(run_dir(_JOB, run_id))
     ledger = Ledger.read(store, layout.ledger)
     commits = [chosen_commit(store, layout, line.shard, ledger.fingerprint) for line in ledger.shards]
     held = [commit.held_seconds for commit in commits if commit is not None]
-    return sum(held) / max(1, len(held)), ledger.rows - ledger.counts.get("succeeded", 0)
+    return sum(held) / max(1, len(held))
 
 
 def _at(task: Mapping[str, Any], name: str) -> datetime:
