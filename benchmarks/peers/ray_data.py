@@ -61,7 +61,12 @@ def main(job: Job) -> None:
 def results(folder: Path) -> Results:
     """Rows without an error; Ray does not hand over the finish reason."""
     lines = (row for path in sorted((folder / "results").glob("*.json*")) for row in read_jsonl(path))
-    return {int(r["id"]): r["text"] for r in lines if not r.get("error") and r["text"]}
+    return {int(r["id"]): r["text"] for r in lines if not _failed(r) and r["text"]}
+
+
+def _failed(row: dict[str, Any]) -> bool:
+    """A row that failed skips `postprocess`, and still has its input's columns, `text` among them."""
+    return bool(row.get("error") or row.get("__inference_error__"))
 
 
 if __name__ == "__main__":
