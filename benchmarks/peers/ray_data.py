@@ -47,13 +47,15 @@ def main(job: Job) -> None:
         }
 
     processor = build_processor(config, preprocess=preprocess, postprocess=postprocess)
-    dataset = ray.data.read_json(job.prompts)
     if job.checkpoint_rows:
         from ray.data.checkpoint import CheckpointConfig
 
+        # Before the dataset is made, which keeps a copy of the context.
         ray.data.DataContext.get_current().checkpoint_config = CheckpointConfig(
             id_column="id", checkpoint_path=str(job.folder / "checkpoint"), delete_checkpoint_on_success=False
         )
+    dataset = ray.data.read_json(job.prompts)
+    if job.checkpoint_rows:
         dataset = dataset.repartition(target_num_rows_per_block=job.checkpoint_rows)
     processor(dataset).write_json(str(job.folder / "results"))
 
