@@ -34,7 +34,14 @@ def load_tokenizer(spec: JobSpec) -> Any:
         SpecError: it cannot be loaded.
         EngineError: not now, as the hub is away.
     """
-    from transformers import AutoTokenizer
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        extra = "vllm" if spec.model.backend == "vllm" else "tokenizer"
+        raise SpecError(
+            "model.tokenizer: the worker's environment lacks `transformers`, which counts prompts: install "
+            f"`airflow-provider-batchinfer[{extra}]` there"
+        ) from error
 
     model = spec.model
     name = model.tokenizer or model.name
@@ -46,7 +53,8 @@ def load_tokenizer(spec: JobSpec) -> Any:
                 name, revision=revision, trust_remote_code=model.trust_remote_code
             )
     except (OSError, ValueError) as error:
-        raise SpecError(f"{field}: no tokenizer can be loaded from `{name}`: {error}") from error
+        remedy = "" if model.backend != "openai" or model.tokenizer else "; name one in `model.tokenizer`"
+        raise SpecError(f"{field}: no tokenizer can be loaded from `{name}`{remedy}: {error}") from error
 
 
 def context_length(spec: JobSpec) -> int:

@@ -217,13 +217,22 @@ def prompt_builder(spec: JobSpec, *, takes_tokens: bool) -> PromptBuilder:
 
     Raises:
         SpecError: the tokenizer, the template or the lengths cannot work.
-        EngineError: the tokenizer cannot be loaded now, as the hub is away.
+        EngineError: the tokenizer cannot be loaded now, as the hub is away, or the server does not answer.
     """
     if takes_tokens:
         return PromptBuilder(spec, load_tokenizer(spec), context_length(spec))
     if spec.overlong.policy == "reject" and spec.model.tokenizer is None:
         return PromptBuilder(spec, None, None, takes_tokens=False)
-    return PromptBuilder(spec, load_tokenizer(spec), context_length(spec), takes_tokens=False)
+    return PromptBuilder(spec, load_tokenizer(spec), _length_at_the_server(spec), takes_tokens=False)
+
+
+def _length_at_the_server(spec: JobSpec) -> int:
+    """The context of an engine that takes text, whose `model.name` need not be a model's on the hub."""
+    if spec.model.backend != "openai":
+        return context_length(spec)
+    from airflow_batchinfer.worker.engines import openai
+
+    return openai.context_length(spec)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,10 +21,12 @@ import pytest
 
 from airflow_batchinfer.errors import EngineError, SpecError
 from airflow_batchinfer.outcome import Reason
+from airflow_batchinfer.prompts.builder import Prepared
 from airflow_batchinfer.spec import JobSpec
 from airflow_batchinfer.worker.engines import load_engine
-from airflow_batchinfer.worker.engines.base import EngineDied, RequestFailure
+from airflow_batchinfer.worker.engines.base import EngineDied, Request, RequestFailure
 from airflow_batchinfer.worker.engines.openai import OpenAIEngine
+from airflow_batchinfer.worker.prepare import prompt_builder
 from tests.integration.engine_jobs import MODELS, PATIENCE_SECONDS, collect, completed, job, requests
 
 pytestmark = pytest.mark.worker_env
@@ -144,6 +146,21 @@ class TestLiveServer:
             assert failure.reason is Reason.OVER_LONG
             assert not failure.transient
             completed({"1": answers["1"]})
+
+    def test_an_over_long_row_is_cut_to_the_servers_own_context(self, vllm_serve: str) -> None:
+        """Whose name of the model is nobody else's, and whose context is shorter than the model's."""
+        spec = served(
+            vllm_serve,
+            model={"tokenizer": str(MODELS / "smollm2")},
+            overlong={"policy": "truncate", "column": "text"},
+        )
+        builder = prompt_builder(spec, takes_tokens=False)
+        (cut,) = builder.build([{"text": "word " * 2000}])
+        assert isinstance(cut, Prepared)
+        with started(spec) as engine:
+            engine.submit([Request("0", 0, messages=cut.prompts[0].messages)])
+            answer = completed(collect(engine, 1))["0"]
+        assert 512 - 24 - 8 < answer.prompt_tokens <= 512 - 24
 
     def test_an_aborted_row_never_comes_back(self, vllm_serve: str) -> None:
         spec = served(vllm_serve, sampling={"max_tokens": 400})

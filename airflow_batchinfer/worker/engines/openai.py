@@ -16,7 +16,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
 
@@ -42,6 +42,8 @@ _BUSY_ATTEMPTS = 8
 _LONGEST_WAIT = 300.0
 """Seconds; a `Retry-After` beyond this is cut to it."""
 _CREDENTIALS = frozenset({401, 403})
+_ABOUT_COUNTING = frozenset({"max_model_len", "tokenizer_revision"})
+"""Arguments under `model.engine` that say how prompts are counted here: no field of a request."""
 _LENGTH_FIELDS = ("max_tokens", "max_completion_tokens")
 """Names of the answer's length; a server may refuse one that the job did not choose."""
 
@@ -71,16 +73,8 @@ class OpenAIEngine:
         self._answers = queue.SimpleQueue()
         self._running = _Loop()
         try:
-            return self._running.run(self._connect())
-        except httpx.TransportError as error:
-            self.close()
-            raise EngineError(f"model.base_url: {self._base_url} does not answer: {error}") from error
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            self.close()
-            raise EngineError(
-                f"model.base_url: {self._base_url} does not speak OpenAI's API: "
-                f"{type(error).__name__}: {error}"
-            ) from error
+            with _server_errors(self._base_url):
+                return self._running.run(self._connect())
         except BaseException:
             self.close()
             raise
@@ -122,8 +116,7 @@ class OpenAIEngine:
 
     @property
     def _base_url(self) -> str:
-        assert self._spec.model.base_url is not None
-        return self._spec.model.base_url.rstrip("/")
+        return _base_url(self._spec)
 
     def _alive(self) -> _Loop:
         if self._died is not None:
@@ -144,13 +137,13 @@ class OpenAIEngine:
         self._away_since: float | None = None
         self._client = httpx.AsyncClient(
             base_url=self._base_url + "/",
-            headers={"Authorization": f"Bearer {self._key}"} if self._key else {},
+            headers=_headers(self._key),
             timeout=httpx.Timeout(self._spec.retry.row_timeout_seconds, connect=_CONNECT_SECONDS, pool=None),
             limits=httpx.Limits(max_connections=most, max_keepalive_connections=most),
         )
         assert self._running is not None
         self._running.on_close(self._client.aclose)
-        length = await self._check_model()
+        length = _served_length(self._spec, await self._client.get("models"), self._key)
         await self._check_schema()
         return EngineInfo(
             name="openai",
@@ -160,24 +153,6 @@ class OpenAIEngine:
             options={"max_concurrency": str(most)},
             keeps_row_timeout=True,
         )
-
-    async def _check_model(self) -> int | None:
-        """The model's context length, if the server tells (vLLM does)."""
-        response = await self._client.get("models")
-        if response.status_code in _CREDENTIALS:
-            raise SpecError(f"model.api_key_env: {self._base_url} refuses the key: {self._words(response)}")
-        if response.status_code in (404, 405):  # a server without a list of models
-            return None
-        if response.status_code != 200:
-            raise EngineError(f"{self._base_url}/models: {response.status_code}: {self._words(response)}")
-        models = {m["id"]: m for m in response.json().get("data", []) if "id" in m}
-        name = self._spec.model.name
-        if models and name not in models:
-            close = difflib.get_close_matches(name, models, n=1)
-            hint = f"did you mean `{close[0]}`" if close else f"it serves {', '.join(sorted(models)[:10])}"
-            raise SpecError(f"model.name: {self._base_url} serves no `{name}`; {hint}")
-        length = models.get(name, {}).get("max_model_len")
-        return length if isinstance(length, int) else None
 
     async def _check_schema(self) -> None:
         """One request for one token, so that a schema the server cannot compile ends the job at once."""
@@ -293,9 +268,7 @@ class OpenAIEngine:
         return RequestFailure(key, Reason.OVER_LONG if long else Reason.ENGINE_REFUSED, message)
 
     def _words(self, response: httpx.Response) -> str:
-        """What the server says on an error; some say the key again, and this goes into logs and tables."""
-        words = _message(response)
-        return words.replace(self._key, "***") if self._key else words
+        return _words(response, self._key)
 
 
 class _Loop:
@@ -347,6 +320,79 @@ class _Loop:
         self._loop.close()
 
 
+def context_length(spec: JobSpec) -> int:
+    """Tokens that prompt and answer may have together: what the job says, or else its server.
+
+    Raises:
+        SpecError: neither does, or the server refuses the key or the model.
+        EngineError: the server does not answer.
+    """
+    said = spec.model.engine.get("max_model_len")
+    if isinstance(said, int) and said > 0:
+        return said
+    key, base_url = _key_from_environment(spec.model.api_key_env), _base_url(spec)
+    with _server_errors(base_url):
+        response = httpx.get(f"{base_url}/models", headers=_headers(key), timeout=_CONNECT_SECONDS)
+        length = _served_length(spec, response, key)
+    if length is None:
+        raise SpecError(
+            f"model.engine.max_model_len: set it; {base_url} does not say how long the context of "
+            f"`{spec.model.name}` is"
+        )
+    return length
+
+
+def _served_length(spec: JobSpec, response: httpx.Response, key: str | None) -> int | None:
+    """The model's context length from a server's answer to `/models`; none if it does not say (vLLM does).
+
+    Raises:
+        SpecError: the server refuses the key, or serves no such model.
+        EngineError: it answers with an error.
+    """
+    base_url, name = _base_url(spec), spec.model.name
+    if response.status_code in _CREDENTIALS:
+        raise SpecError(f"model.api_key_env: {base_url} refuses the key: {_words(response, key)}")
+    if response.status_code in (404, 405):  # a server without a list of models
+        return None
+    if response.status_code != 200:
+        raise EngineError(f"{base_url}/models: {response.status_code}: {_words(response, key)}")
+    models = {m["id"]: m for m in response.json().get("data", []) if "id" in m}
+    if models and name not in models:
+        close = difflib.get_close_matches(name, models, n=1)
+        hint = f"did you mean `{close[0]}`" if close else f"it serves {', '.join(sorted(models)[:10])}"
+        raise SpecError(f"model.name: {base_url} serves no `{name}`; {hint}")
+    length = models.get(name, {}).get("max_model_len")
+    return length if isinstance(length, int) else None
+
+
+@contextlib.contextmanager
+def _server_errors(base_url: str) -> Iterator[None]:
+    """Turn what a server's absence or a wrong address raises into an `EngineError`."""
+    try:
+        yield
+    except httpx.TransportError as error:
+        raise EngineError(f"model.base_url: {base_url} does not answer: {error}") from error
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise EngineError(
+            f"model.base_url: {base_url} does not speak OpenAI's API: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _base_url(spec: JobSpec) -> str:
+    assert spec.model.base_url is not None
+    return spec.model.base_url.rstrip("/")
+
+
+def _headers(key: str | None) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def _words(response: httpx.Response, key: str | None) -> str:
+    """What the server says on an error; some say the key again, and this goes into logs and tables."""
+    words = _message(response)
+    return words.replace(key, "***") if key else words
+
+
 def _request_body(spec: JobSpec) -> dict[str, Any]:
     """What all requests have in common. `model.engine` adds fields; a null there removes one of ours."""
     body: dict[str, Any] = {"model": spec.model.name}
@@ -378,7 +424,7 @@ def _request_body(spec: JobSpec) -> dict[str, Any]:
             body["structured_outputs"] = {"choice": list(labels)}
         case RegexTask(pattern=pattern):
             body["structured_outputs"] = {"regex": pattern}
-    body |= spec.model.engine
+    body |= {name: value for name, value in spec.model.engine.items() if name not in _ABOUT_COUNTING}
     return {name: value for name, value in body.items() if value is not None}
 
 

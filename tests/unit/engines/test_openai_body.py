@@ -35,7 +35,12 @@ NEUTRAL = {"encoding_format"}
     ids=lambda task: str(task["type"]),
 )
 def test_a_field_of_the_body_is_in_the_fingerprint(task: dict[str, Any], tmp_path: Path) -> None:
-    model = {"name": "m", "backend": "openai", "base_url": "http://localhost/v1", "engine": {"own": 1}}
+    model = {
+        "name": "m",
+        "backend": "openai",
+        "base_url": "http://localhost/v1",
+        "engine": {"own": 1, "max_model_len": 9},
+    }
     spec = job(tmp_path, model=model, task=task, sampling=UNUSUAL_SAMPLING)
     fields = fingerprint_fields(spec)
     assert not {name for name in _request_body(spec) if FOLLOWS_FROM.get(name) not in fields} - NEUTRAL
