@@ -214,7 +214,8 @@ def _message(
     return (
         f"The pilot failed, so the fleet was not started: {faults}. Spent {spent:,} tokens, saved about "
         f"{saved:,.0f}. {'For instance ' + shown + '. ' if shown else ''}"
-        "Fix the job and start a new run, or change `gate` and clear split with its downstream tasks."
+        "Fix the job and start a new run, or change `gate` and clear split with its downstream tasks: the "
+        "pilot's rows are not paid again."
     )
 
 

@@ -136,5 +136,9 @@ def _message(checks: Sequence[Check], quarantine: Quarantine, *, publish: bool) 
     if not any(c.blocks for c in checks):
         return f"Passed with warnings: {text}.{became}"
     if not publish:
-        return f"Results held back: {text}.{became} See the report; fix the job and start a new run."
+        return (
+            f"Results held back: {text}.{became} See the report. If the limit or expectation is wrong, "
+            "change it and clear split with its downstream tasks: no row is paid again. If the answers are, "
+            "fix the job and start a new run."
+        )
     return f"Published with warnings: {text}.{became}"
