@@ -1,7 +1,8 @@
 """The command `airflow_batchinfer`: look at job specs and runs without Airflow.
 
 Each command is a small function; a module of this package holds those of one subject and lists them in
-`COMMANDS`. They work in the worker's environment too: what is heavy is imported when it is called.
+`COMMANDS`. What is heavy is imported when it is called: those that need no table work in the worker's
+environment too.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from collections.abc import Sequence
 
 import airflow_batchinfer
 from airflow_batchinfer.cli import quality, runs, specs, upkeep
-from airflow_batchinfer.errors import BatchInferError
+from airflow_batchinfer.errors import BatchInferError, SpecError
 
+_ONLY_IN_AIRFLOWS_ENVIRONMENT = frozenset({"deltalake", "duckdb", "great_expectations", "pandas"})
 _COMMANDS = [*specs.COMMANDS, *runs.COMMANDS, *upkeep.COMMANDS, *quality.COMMANDS]
 
 
@@ -27,9 +29,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         (parsed.run if parsed.command else specs.schema)(parsed)
     except BatchInferError as error:
-        print(f"batchinfer: {error}", file=sys.stderr)
-        return int(error.exit_code)
+        return _failed(error)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in _ONLY_IN_AIRFLOWS_ENVIRONMENT:
+            raise
+        return _failed(
+            SpecError(
+                f"`{parsed.command}` needs the package `{package}`, which a worker's environment lacks: "
+                "run it in Airflow's, or install `airflow-provider-batchinfer[airflow]`"
+            )
+        )
     return 0
+
+
+def _failed(error: BatchInferError) -> int:
+    print(f"batchinfer: {error}", file=sys.stderr)
+    return int(error.exit_code)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -19,8 +19,9 @@ _NEEDED_ACTIONS = (
     "s3:ListBucketMultipartUploads on the bucket (without s3:ListBucket a missing object reads as denied)"
 )
 _NO_CREDENTIALS = (
-    "there are no credentials: set the AWS connection (`store_conn_id`) on Airflow's side, and give the "
-    "worker's pod an identity or a secret with AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+    "there are no credentials: in Airflow, name an AWS connection (`store_conn_id`); give a worker's pod an "
+    "identity, or a secret with AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; on the command line, set these "
+    "two or AWS_PROFILE"
 )
 _BAD_CREDENTIALS = "the credentials are not valid here (wrong, expired, or of another endpoint): renew them"
 _THROTTLED = (

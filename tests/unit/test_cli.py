@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -120,3 +122,14 @@ def test_the_store_comes_from_the_environment_or_is_asked_for(
     assert "BATCHINFER_STORE" in err
     monkeypatch.setenv("BATCHINFER_STORE", store)
     assert cli("show", folder)[0] == 0
+
+
+def test_a_command_that_needs_airflows_side_says_so(tmp_path: Path) -> None:
+    call = f"main(['sweep', 'tickets', '--store', {str(tmp_path)!r}])"
+    code = (
+        f"import sys; sys.modules['deltalake'] = None; from airflow_batchinfer.cli import main; exit({call})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == ExitCode.BAD_SPEC
+    assert done.stderr.startswith("batchinfer: `sweep` needs the package `deltalake`")
+    assert "airflow-provider-batchinfer[airflow]" in done.stderr

@@ -417,7 +417,8 @@ class TestCredentials:
         monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
 
         with pytest.raises(
-            StoreError, match=r"cannot write s3://.*/a: there are no credentials: .*store_conn_id"
+            StoreError,
+            match=r"cannot write s3://.*/a: there are no credentials: .*store_conn_id.* AWS_PROFILE",
         ):
             store.write_bytes("a", b"")
         with pytest.raises(StoreError, match="there are no credentials"):
