@@ -26,6 +26,9 @@ from airflow_batchinfer.spec import JobSpec, ShardingSpec
 Runtime = Literal["local", "kubernetes"]
 """Where workers run: a process beside Airflow's task, or a pod each."""
 
+_CLEARED_AS_MENDED: dict[str, Any] = {"rerun_with_latest_version": True}
+"""A cleared run keeps its version of the DAG's bundle (Git), unless the DAG says otherwise: mending the spec
+and clearing `split` would do nothing. That old and new do not mix is the plan's to see, not the bundle's."""
 
 _NAME_THE_IMAGE = frozenset({"image", "pod_template_file", "pod_template_dict", "full_pod_spec"})
 
@@ -36,7 +39,7 @@ class PipelineOptions:
 
     runtime: Runtime = "local"
     max_parallel_shards: int | None = None
-    """Infer tasks at once in one run; default: the spec's `sharding.max_parallel_shards`."""
+    """Infer tasks at once in one run, whatever the spec says; default: its `sharding.max_parallel_shards`."""
     pool: str | None = None
     """Airflow pool of the infer tasks, for instance with one slot a GPU. It must exist."""
     pool_slots: int = 1
@@ -51,8 +54,14 @@ class PipelineOptions:
     """Run the job's pilot before the fleet, and judge it; default: if the spec has one."""
     judge: bool | None = None
     """Run the job's judge before validation; default: if the spec has one."""
+    approval_arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Of the request for a person's approval: `response_timeout`, `notifiers`, `assigned_users`."""
     infer_arguments: Mapping[str, Any] = field(default_factory=dict)
     """More arguments of the infer operator: `worker_env`, `queue`, `execution_timeout` and so on."""
+
+    def parallel_shards(self, job: JobSpec | None) -> int:
+        """Infer tasks at once in one run of a job, which is none if it is known only when the run starts."""
+        return self.max_parallel_shards or (job.sharding if job else ShardingSpec()).max_parallel_shards
 
 
 @overload
@@ -73,6 +82,7 @@ def batch_inference(
     store_conn_id: str | None = None,
     pilot: bool | None = None,
     judge: bool | None = None,
+    approval_arguments: Mapping[str, Any] | None = None,
     infer_arguments: Mapping[str, Any] | None = None,
     **dag_arguments: Any,
 ) -> DAG | TaskGroup:
@@ -84,12 +94,12 @@ def batch_inference(
     With `group_id` it is a task group in the DAG whose context is open; else a DAG of its own.
 
     Args:
-        spec: a `JobSpec`, the path of a spec file, its fields, or a function of the run's params that
-            returns a `JobSpec` (for a form).
+        spec: a `JobSpec`, the path of a spec file, its fields, or a function that returns a `JobSpec`, of
+            the run's params (for a form) and, by name, of Airflow's context (for a date).
         dag_id: default: the job's name. Needed if `spec` is a function.
         group_id: id of the task group.
         runtime: see `Runtime`.
-        max_parallel_shards: see `PipelineOptions`; so are the next eight.
+        max_parallel_shards: see `PipelineOptions`; so are the next nine.
         pool: Airflow pool of the infer tasks.
         pool_slots: slots that one infer task takes.
         retries: retries of a task after a failure that may pass.
@@ -97,12 +107,14 @@ def batch_inference(
         store_conn_id: AWS connection of an `s3://` store.
         pilot: run a pilot first. Needed if `spec` is a function: a spec without a pilot then passes.
         judge: have a sample judged. Needed if `spec` is a function: a spec without a judge then passes.
+        approval_arguments: arguments of the pilot's request for approval.
         infer_arguments: more arguments of the infer operator.
         dag_arguments: arguments of `airflow.sdk.DAG`: `schedule`, `params`, `tags` and so on.
 
     Raises:
         SpecError: the spec is not valid (Airflow shows it as the file's import error).
-        ValueError: `dag_id` is missing, DAG arguments were given for a task group, or the pods have no image.
+        ValueError: `dag_id` is missing, DAG arguments were given for a task group, arguments of an approval
+            without a pilot, or the pods have no image.
     """
     options = PipelineOptions(
         runtime=runtime,
@@ -114,6 +126,7 @@ def batch_inference(
         store_conn_id=store_conn_id,
         pilot=pilot,
         judge=judge,
+        approval_arguments=approval_arguments or {},
         infer_arguments=infer_arguments or {},
     )
     job = None if callable(spec) else load_job(spec, {})
@@ -128,7 +141,7 @@ def batch_inference(
         if job is None:
             raise ValueError("give `dag_id`: a function of the run's params names no job yet")
         dag_id = job.name
-    with DAG(dag_id=dag_id, **dag_arguments) as dag:
+    with DAG(dag_id=dag_id, **_CLEARED_AS_MENDED | dag_arguments) as dag:
         _build_tasks(spec, job, options, refuse_unknown_conf=True)
     return dag
 
@@ -137,6 +150,8 @@ def replay_dead_letters(
     dag_id: str = "replay_dead_letters",
     *,
     job: str | None = None,
+    store: str | None = None,
+    storage_options: Mapping[str, str] | None = None,
     runtime: Runtime = "local",
     max_parallel_shards: int | None = None,
     pool: str | None = None,
@@ -154,6 +169,8 @@ def replay_dead_letters(
     Args:
         dag_id: the DAG's id.
         job: the job's name, filled in.
+        store: the store, filled in; default: `[batchinfer] store`.
+        storage_options: of an `s3://` store, filled in.
         runtime: see `Runtime`.
         max_parallel_shards: see `PipelineOptions`; so are the next six.
         pool: Airflow pool of the infer tasks.
@@ -174,8 +191,8 @@ def replay_dead_letters(
         store_conn_id=store_conn_id,
         infer_arguments=infer_arguments or {},
     )
-    dag_arguments.setdefault("schedule", None)
-    with DAG(dag_id=dag_id, params=replay_params(job), **dag_arguments) as dag:
+    dag_arguments = {"schedule": None, **_CLEARED_AS_MENDED, **dag_arguments}
+    with DAG(dag_id=dag_id, params=replay_params(job, store, storage_options), **dag_arguments) as dag:
         prepare = PrepareReplayOperator(task_id="prepare_replay", **_patient(options))
         _build_rest(prepare, prepare, None, options)
     return dag
@@ -187,12 +204,15 @@ def _build_tasks(
     """Make the tasks in the open DAG or task group. The trigger rules carry promise 5."""
     patient = _patient(options)
     pilot_first = options.pilot if options.pilot is not None else bool(job and job.pilot)
+    if options.approval_arguments and not pilot_first:
+        raise ValueError("`approval_arguments`: there is no pilot to approve; give the spec a `pilot`")
     split = SplitOperator(
         task_id="split",
         spec=spec,
         refuse_unknown_conf=refuse_unknown_conf,
         pilot_first=pilot_first,
         judged=_is_judged(job, options),
+        max_parallel_shards=options.parallel_shards(job),
         doc_yaml=job.to_yaml() if job else None,
         **patient,
     )
@@ -204,6 +224,7 @@ def _build_tasks(
             trigger_rule=TriggerRule.NONE_FAILED,
             split_task_id=split.task_id,
             **patient,
+            **options.approval_arguments,
         )
         chain(pilot, fleet)
     _build_rest(split, fleet, job, options)
@@ -266,14 +287,13 @@ def _infer(
     patient: Mapping[str, Any],
 ) -> Any:
     """The mapped infer task over the bundles that another task returns."""
-    sharding = job.sharding if job else ShardingSpec()
     placement = {"pool": options.pool, "pool_slots": options.pool_slots} if options.pool else {}
     infer = (
         _infer_operator(options.runtime)
         .partial(
             task_id=task_id,
             map_index_template=f"{{{{ {LABEL_VARIABLE} }}}}",
-            max_active_tis_per_dagrun=options.max_parallel_shards or sharding.max_parallel_shards,
+            max_active_tis_per_dagrun=options.parallel_shards(job),
             **patient,
             **placement,
             **options.infer_arguments,
@@ -290,8 +310,8 @@ def _check_image(options: PipelineOptions, infer: Any) -> None:
     given = {*options.infer_arguments, *infer.dag.default_args, *infer.task_group.default_args}
     if not given & _NAME_THE_IMAGE:
         raise ValueError(
-            "`infer_arguments`: the pods have no image. Give `image` (REGISTRY/batchinfer-worker, say) or "
-            "a pod template that names it; docs/kubernetes.md shows how to build it"
+            "`infer_arguments`: the pods have no image. Give `image` (REGISTRY/batchinfer-worker:TAG, say) "
+            "or a pod template that names it; docs/kubernetes.md shows how to build it"
         )
 
 

@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from airflow_batchinfer.operators.base import BatchInferOperator
+from airflow_batchinfer.operators.job import needed_store
 from airflow_batchinfer.store import open_store
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ class HousekeepingOperator(BatchInferOperator):
 
     Args:
         job: the job's name.
-        store: the store's address.
+        store: the store's address; default: `[batchinfer] store`.
         storage_options: options of an S3 store; never credentials.
         delete_runs_after: delete runs in whose folder, and those of their replays, nothing was written for
             so long; none keeps them.
@@ -28,7 +29,7 @@ class HousekeepingOperator(BatchInferOperator):
         self,
         *,
         job: str,
-        store: str,
+        store: str | None = None,
         storage_options: Mapping[str, str] | None = None,
         delete_runs_after: timedelta | None = None,
         **kwargs: Any,
@@ -40,7 +41,7 @@ class HousekeepingOperator(BatchInferOperator):
         self.delete_runs_after = delete_runs_after
 
     def execute(self, context: Context) -> dict[str, Any]:
-        """What was deleted. Raises `StoreError`."""
+        """What was deleted. Raises `StoreError`, `SpecError`."""
         from airflow_batchinfer.pipeline.housekeeping import (
             delete_orphans,
             delete_runs,
@@ -49,7 +50,7 @@ class HousekeepingOperator(BatchInferOperator):
         )
 
         self.use_store_connection()
-        store = open_store(self.store, self.storage_options)
+        store = open_store(self.store or needed_store(), self.storage_options)
         runs: list[str] = []
         if self.delete_runs_after is not None:
             runs = delete_runs(store, self.job, self.delete_runs_after).runs

@@ -23,7 +23,8 @@ class JudgePilotOperator(RunOperator, ApprovalOperator):
 
     With `gate.approval: required`, a pilot that passed waits for a person: the request holds the pilot's
     figures and the report's address. "Reject" fails the task for good, and so does no answer within
-    `response_timeout`. Nothing of it is templated, so prompts that look like Jinja stay text.
+    `response_timeout`. Nothing of it is templated, so prompts that look like Jinja stay text. Where each of
+    the fleet's shards has its commit, nothing is left to pay, and nobody is asked.
 
     Args:
         split_task_id: see `RunOperator`.
@@ -48,7 +49,7 @@ class JudgePilotOperator(RunOperator, ApprovalOperator):
             raise
         report = self._report(store, folder)
         self.log.info(verdict.message)
-        if verdict.approval == "required":
+        if verdict.approval == "required" and self._is_anything_left_to_pay(store, folder):
             self.subject = f"Start the fleet of {folder}?"
             self.body = _request(verdict, report)
             super().execute(context)  # parks the task: it goes on in `execute_complete`
@@ -62,7 +63,7 @@ class JudgePilotOperator(RunOperator, ApprovalOperator):
             user = event["responded_by_user"]
             raise GateError(
                 f"{user['name'] if user else 'somebody'} rejected the pilot, so the fleet does not start: "
-                f"fix the job and clear split with downstream, or clear `{self.task_id}` to be asked again"
+                f"fix the job and start a new run, or clear `{self.task_id}` to be asked again"
             ) from error
         except HITLTimeoutError as error:
             raise GateError(
@@ -70,6 +71,19 @@ class JudgePilotOperator(RunOperator, ApprovalOperator):
                 f"not start: clear `{self.task_id}` to be asked again"
             ) from error
         return self._fleet(context)
+
+    def _is_anything_left_to_pay(self, store: Store, folder: str) -> bool:
+        """Whether a shard of the fleet has no commit."""
+        from airflow_batchinfer.pipeline.split import load_plan
+        from airflow_batchinfer.run.commit import chosen_commit
+        from airflow_batchinfer.run.layout import RunLayout
+
+        plan, layout = load_plan(store, folder), RunLayout(folder)
+        fleet = (s.shard for s in plan.shards if not s.pilot)
+        if any(chosen_commit(store, layout, shard, plan.fingerprint) is None for shard in fleet):
+            return True
+        self.log.info("nobody is asked: each of the fleet's shards has its commit")
+        return False
 
     def _report(self, store: Store, folder: str) -> str:
         """Write the report; its address."""

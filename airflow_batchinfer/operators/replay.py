@@ -10,7 +10,7 @@ from airflow.sdk import Param
 from airflow_batchinfer.errors import SpecError
 from airflow_batchinfer.operators.base import RUN_XCOM_KEY, BatchInferOperator
 from airflow_batchinfer.operators.bundle import Bundle, address_of, bundles_of, max_mapped_tasks
-from airflow_batchinfer.operators.job import configured_store
+from airflow_batchinfer.operators.job import needed_store
 from airflow_batchinfer.operators.split import check_conf
 from airflow_batchinfer.outcome import Reason
 from airflow_batchinfer.store import open_store
@@ -33,11 +33,15 @@ _OVERRIDES = {
 """Fields of the job that the form can override, by param."""
 
 
-def replay_params(job: str | None = None) -> dict[str, Param]:
+def replay_params(
+    job: str | None = None, store: str | None = None, storage_options: Mapping[str, str] | None = None
+) -> dict[str, Param]:
     """Params of a DAG that replays dead letters.
 
     Args:
         job: the job's name, filled in.
+        store: the store's address, filled in.
+        storage_options: options of an `s3://` store, filled in.
     """
     text: dict[str, Any] = {"type": ["string", "null"]}
     return {
@@ -115,14 +119,14 @@ def replay_params(job: str | None = None) -> dict[str, Param]:
             description="Any other fields of the job spec, merged over the form.",
         ),
         "store": Param(
-            None,
+            store,
             **text,
             title="Store",
             section="Where",
             description="Empty: `[batchinfer] store` of Airflow's configuration.",
         ),
         "storage_options": Param(
-            None,
+            dict(storage_options) if storage_options else None,
             type=["object", "null"],
             title="Storage options",
             section="Where",
@@ -147,9 +151,7 @@ class PrepareReplayOperator(BatchInferOperator):
 
         params = context["params"]
         check_conf(context["dag_run"].conf or {}, params)
-        address = params["store"] or configured_store()
-        if not address:
-            raise SpecError("store: name it, or set `[batchinfer] store` in Airflow's configuration")
+        address = params["store"] or needed_store()
         self.use_store_connection()
         store = open_store(address, params["storage_options"] or {})
         folder = published_folder(store, params["job"], params["run"] or None)

@@ -15,6 +15,8 @@ from airflow_batchinfer.store import open_store
 if TYPE_CHECKING:
     from airflow.sdk import Context
 
+    from airflow_batchinfer.spec import JobSpec
+
 
 class SplitOperator(BatchInferOperator):
     """Read the input once, write the run's plan and shards, return one bundle a mapped task.
@@ -28,6 +30,9 @@ class SplitOperator(BatchInferOperator):
         pilot_first: return the pilot's bundle only (none if the plan has no pilot); `JudgePilotOperator`
             returns the others.
         judged: the DAG has the tasks of a judge.
+        max_parallel_shards: how many infer tasks the DAG runs at once. It takes the place of the spec's
+            `sharding.max_parallel_shards`, so that the plan says, and the forecast counts with, what is so.
+            None leaves the spec's.
     """
 
     def __init__(
@@ -37,12 +42,14 @@ class SplitOperator(BatchInferOperator):
         refuse_unknown_conf: bool = False,
         pilot_first: bool = False,
         judged: bool = False,
+        max_parallel_shards: int | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
         self.spec = spec
         self.pilot_first = pilot_first
         self.judged = judged
+        self.max_parallel_shards = max_parallel_shards
         self.refuse_unknown_conf = refuse_unknown_conf
 
     def execute(self, context: Context) -> list[Bundle]:
@@ -51,7 +58,7 @@ class SplitOperator(BatchInferOperator):
 
         if self.refuse_unknown_conf:
             check_conf(context["dag_run"].conf or {}, context["dag"].params)
-        job = load_job(self.spec, context["params"])
+        job = load_job(self.spec, context)
         if job.pilot is not None and not self.pilot_first:
             raise SpecError(
                 "pilot: the job asks for one, and this DAG has no task to judge it; build it with "
@@ -64,7 +71,7 @@ class SplitOperator(BatchInferOperator):
             )
         self.use_store_connection()
         store = open_store(job.store, job.storage_options)
-        plan = split(store, job, context["run_id"])
+        plan = split(store, self._as_run_here(job), context["run_id"])
         for warning in plan.warnings:
             self.log.warning(warning)
         chosen = [s for s in plan.shards if s.pilot] if self.pilot_first else plan.shards
@@ -78,6 +85,22 @@ class SplitOperator(BatchInferOperator):
         )
         context["ti"].xcom_push(key=RUN_XCOM_KEY, value=address_of(store, plan))
         return bundles
+
+    def _as_run_here(self, job: JobSpec) -> JobSpec:
+        """The job with the DAG's own `max_parallel_shards`, which was fixed when the DAG was parsed."""
+        asked = job.sharding.max_parallel_shards
+        if self.max_parallel_shards in (None, asked):
+            return job
+        if "max_parallel_shards" in job.sharding.model_fields_set:
+            self.log.warning(
+                "the spec's sharding.max_parallel_shards=%d does not count: the DAG runs %d at once, as "
+                "`batch_inference(..., max_parallel_shards=%d)` says",
+                asked,
+                self.max_parallel_shards,
+                self.max_parallel_shards,
+            )
+        sharding = job.sharding.model_copy(update={"max_parallel_shards": self.max_parallel_shards})
+        return job.model_copy(update={"sharding": sharding})
 
 
 def check_conf(run_conf: Mapping[str, Any], known: Collection[str]) -> None:

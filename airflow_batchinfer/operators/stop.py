@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from airflow_batchinfer.errors import InputError
 from airflow_batchinfer.operators.base import BatchInferOperator
+from airflow_batchinfer.operators.job import needed_store
 from airflow_batchinfer.run.layout import RunLayout
 from airflow_batchinfer.run.stop import clear_stop, set_stop
 from airflow_batchinfer.store import Store, open_store
@@ -21,7 +22,12 @@ class _BrakeOperator(BatchInferOperator):
     template_fields: Collection[str] = ("folder",)
 
     def __init__(
-        self, *, store: str, folder: str, storage_options: Mapping[str, str] | None = None, **kwargs: Any
+        self,
+        *,
+        folder: str,
+        store: str | None = None,
+        storage_options: Mapping[str, str] | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
         self.store = store
@@ -29,9 +35,9 @@ class _BrakeOperator(BatchInferOperator):
         self.storage_options = dict(storage_options or {})
 
     def open_store(self) -> Store:
-        """The store. Raises `InputError` if the folder holds no run."""
+        """The store. Raises `InputError` if the folder holds no run, `SpecError` if nothing names a store."""
         self.use_store_connection()
-        store = open_store(self.store, self.storage_options)
+        store = open_store(self.store or needed_store(), self.storage_options)
         if not store.exists(RunLayout(self.folder).plan):
             raise InputError(f"{store.uri_of(self.folder)} is no run: it has no plan.json")
         return store
@@ -41,8 +47,8 @@ class StopRunOperator(_BrakeOperator):
     """Set a run's stop marker: its workers checkpoint and exit, and new ones exit at once.
 
     Args:
-        store: the store's URI.
-        folder: the run's folder in it, `<job>/runs/<run>`. Templated: a DAG finds it at run time.
+        folder: the run's folder in the store, `<job>/runs/<run>`. Templated: a DAG finds it at run time.
+        store: the store's address; default: `[batchinfer] store`.
         reason: shown to whoever finds the run stopped.
         storage_options: see the job spec's.
     """
@@ -62,8 +68,8 @@ class ResumeRunOperator(_BrakeOperator):
     """Remove a run's stop marker. Its failed tasks are still to be cleared.
 
     Args:
-        store: the store's URI.
-        folder: the run's folder in it, `<job>/runs/<run>`. Templated: a DAG finds it at run time.
+        folder: the run's folder in the store, `<job>/runs/<run>`. Templated: a DAG finds it at run time.
+        store: the store's address; default: `[batchinfer] store`.
         storage_options: see the job spec's.
     """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import httpx
 import pytest
@@ -182,3 +183,19 @@ def test_a_task_group_that_a_branch_skips(airflow):
     assert states.pop("before") == "success"
     assert {"inference.split", "inference.gate", "after"} <= states.keys()
     assert set(states.values()) == {"skipped"}
+
+
+def test_a_days_partition(airflow, airflow_store, tmp_path):
+    """The day is the run's, whenever it is cleared."""
+    write_input(tmp_path / "2026-03-01.jsonl", ["a", "b"])
+    fields = job_fields(airflow_store, "dated", tmp_path / "{day}.jsonl")
+    body = {"logical_date": "2026-03-01T02:00:00Z", "conf": {"spec": fields}}
+    airflow.wait_for_dag("dated_job")
+    run_id = airflow.call("POST", "/dags/dated_job/dagRuns", json=body)["dag_run_id"]
+    assert airflow.wait("dated_job", run_id) == "success", airflow.states("dated_job", run_id)
+    run = StoredRun(airflow_store, "dated", run_id)
+    plan = run.plan
+    assert [Path(file.uri).name for file in plan.input.files] == ["2026-03-01.jsonl"]
+    assert airflow.clear("dated_job", run_id, ["split"], only_failed=False)
+    assert airflow.wait("dated_job", run_id) == "success", airflow.states("dated_job", run_id)
+    assert run.plan.epoch == plan.epoch, "the same plan, not another"

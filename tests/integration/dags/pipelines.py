@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 from airflow.sdk import DAG, Param, task
@@ -22,7 +22,16 @@ def job_of_conf(params: dict[str, Any]) -> JobSpec:
     return load_spec(params["file"]) if params["file"] else JobSpec.parse(params["spec"])
 
 
+def job_of_day(params: dict[str, Any], logical_date: datetime) -> JobSpec:
+    """The job of the conf; `{day}` in its input's path is the run's own."""
+    fields = params["spec"]
+    path = fields["input"]["path"].replace("{day}", f"{logical_date:%Y-%m-%d}")
+    return JobSpec.parse({**fields, "input": {**fields["input"], "path": path}})
+
+
 any_job = batch_inference(job_of_conf, dag_id="any_job", params=PARAMS, retries=0)
+
+dated_job = batch_inference(job_of_day, dag_id="dated_job", params=PARAMS, retries=0)
 
 retried_job = batch_inference(
     job_of_conf, dag_id="retried_job", params=PARAMS, retries=1, retry_delay=timedelta(seconds=1)

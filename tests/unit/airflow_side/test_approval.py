@@ -1,10 +1,12 @@
 """What a person's answer to the pilot's request does to its task."""
 
 from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
 
 import pytest
 
 from airflow_batchinfer.errors import GateError
+from tests.unit.quality.runs import make_run, make_spec, tickets
 
 pytestmark = pytest.mark.airflow_env
 
@@ -39,3 +41,31 @@ def test_a_no_is_final(event, message):
         task.execute_complete({}, event)
 
     assert task.retry_policy.evaluate(refused.value, 1, 3).action == RetryAction.FAIL
+
+
+@pytest.mark.parametrize(("uncommitted", "asked"), [([1, 2], True), ([2], True), ([], False)])
+def test_nobody_is_asked_once_all_is_paid(tmp_path, monkeypatch, uncommitted, asked):
+    """`split` is cleared to publish again: with no time limit the request would wait for ever."""
+    from airflow.providers.standard.operators import hitl
+    from airflow.sdk.exceptions import TaskAwaitingInput
+
+    from airflow_batchinfer.operators.bundle import address_of
+    from airflow_batchinfer.operators.pilot import JudgePilotOperator
+
+    spec = make_spec(tmp_path, pilot={"rows": 10}, gate={"approval": "required"})
+    run = make_run(tmp_path, tickets(30), spec=spec, pilot=True, uncommitted=uncommitted)
+    address = address_of(run.store, run.plan)
+    context = {
+        "ti": SimpleNamespace(xcom_pull=lambda **_: address),
+        "task_instance": SimpleNamespace(id="0"),
+    }
+    requests = []
+    monkeypatch.setattr(hitl, "upsert_hitl_detail", lambda **request: requests.append(request))
+    task = JudgePilotOperator(task_id="judge_pilot", split_task_id="split")
+
+    if asked:
+        with pytest.raises(TaskAwaitingInput):
+            task.execute(context)
+    else:
+        assert [bundle["shards"] for bundle in task.execute(context)] == [[1], [2]]
+    assert len(requests) == asked

@@ -1,11 +1,8 @@
-import re
+import datetime
 import subprocess
 import sys
-import textwrap
-from pathlib import Path
 
 import pytest
-import yaml
 
 from airflow_batchinfer.errors import (
     GateError,
@@ -17,7 +14,6 @@ from airflow_batchinfer.errors import (
 
 pytestmark = pytest.mark.airflow_env
 
-ROOT = Path(__file__).resolve().parents[3]
 JUDGE = {
     "prompt": {"template": "Is {{ output }} right for {{ text }}?"},
     "task": {"type": "choice", "labels": ["yes", "no"]},
@@ -94,6 +90,38 @@ def test_parallelism_pool_and_retries_reach_the_infer_task(build):
     )
 
 
+def test_the_plan_says_how_many_shards_the_dag_runs_at_once(build):
+    """The forecast counts with the plan's number."""
+    for dag in (build(FIELDS, max_parallel_shards=7), build(lambda params: None, dag_id="d")):
+        at_once = dag.get_task("infer").partial_kwargs["max_active_tis_per_dagrun"]
+        assert dag.get_task("split").max_parallel_shards == at_once
+
+
+def test_a_cleared_run_takes_the_mended_dag(build):
+    """From a Git bundle Airflow would run it as it was, and "mend the spec, clear split" would do nothing."""
+    from airflow_batchinfer.dag import replay_dead_letters
+
+    assert build(FIELDS).rerun_with_latest_version is True
+    assert build(FIELDS, rerun_with_latest_version=False).rerun_with_latest_version is False
+    assert replay_dead_letters().rerun_with_latest_version is True
+
+
+def test_how_a_person_is_asked(build):
+    wait = datetime.timedelta(hours=4)
+    dag = build({**FIELDS, "pilot": {"rows": 20}}, approval_arguments={"response_timeout": wait})
+    assert dag.get_task("judge_pilot").response_timeout == wait
+    with pytest.raises(ValueError, match="there is no pilot to approve"):
+        build(FIELDS, approval_arguments={"response_timeout": wait})
+
+
+def test_a_replays_form_names_the_store():
+    from airflow_batchinfer.dag import replay_dead_letters
+
+    options = {"region": "eu-central-1"}
+    params = replay_dead_letters(job="tickets", store="s3://bucket/batch", storage_options=options).params
+    assert (params["store"], params["storage_options"]) == ("s3://bucket/batch", options)
+
+
 def test_every_task_survives_an_outage_and_none_repeats_a_verdict(build):
     """A store that is away for a minute, or a lost worker of Airflow's, must not end a complete run red."""
     from airflow.sdk import RetryAction
@@ -135,19 +163,6 @@ def test_a_spec_file_beside_the_dag_is_not_where_airflow_runs(build, tmp_path, m
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SpecError, match=r"write Path\(__file__\).parent / 'tickets.yaml'"):
         build("tickets.yaml")
-
-
-@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md", "docs/airflow.md", "docs/kubernetes.md"])
-def test_examples_run_as_printed(page, tmp_path, monkeypatch):
-    monkeypatch.chdir("/")
-    for name in ("tickets.yaml", "job.yaml", "my.yaml"):
-        (tmp_path / name).write_text(yaml.safe_dump(FIELDS))
-    fences = re.findall(r"^( *)```python\n(.*?)^ *```$", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
-    examples = [textwrap.dedent(code).replace("/opt/jobs", str(tmp_path)) for _, code in fences]
-    dags = [code for code in examples if "dag = batch_inference(" in code]
-    assert dags
-    for code in dags:
-        exec(code, {"__file__": str(tmp_path / "dag.py")})
 
 
 def test_pods_need_an_image(build):

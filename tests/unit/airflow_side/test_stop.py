@@ -2,7 +2,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from airflow_batchinfer.errors import InputError
+from airflow_batchinfer.errors import InputError, SpecError
 from airflow_batchinfer.run.layout import RunLayout
 from airflow_batchinfer.run.stop import read_stop
 from airflow_batchinfer.store import LocalStore
@@ -29,6 +29,18 @@ def test_brake_is_pulled_and_released(tmp_path):
     assert release.execute(CONTEXT) is True
     assert release.execute(CONTEXT) is False
     assert read_stop(store, FOLDER) is None
+
+
+def test_the_store_is_the_configured_one_unless_named(tmp_path, monkeypatch):
+    from airflow_batchinfer.operators.stop import StopRunOperator
+
+    pull = StopRunOperator(task_id="stop", reason="x", folder=FOLDER)
+    with pytest.raises(SpecError, match=r"name it, or set `\[batchinfer\] store`"):
+        pull.execute(CONTEXT)
+    LocalStore(tmp_path).write_bytes(RunLayout(FOLDER).plan, b"{}")
+    monkeypatch.setenv("AIRFLOW__BATCHINFER__STORE", str(tmp_path))
+    pull.execute(CONTEXT)
+    assert read_stop(LocalStore(tmp_path), FOLDER) is not None
 
 
 def test_the_run_may_be_found_at_run_time(tmp_path):

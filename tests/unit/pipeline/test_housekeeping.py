@@ -152,7 +152,7 @@ def test_commands(store: Store, plan: Plan, capsys: pytest.CaptureFixture[str]) 
     assert store.exists(RunLayout(plan.folder).plan)
 
 
-def test_the_operator_does_all_of_it(tmp_path: Path, store: Store, plan: Plan) -> None:
+def test_the_operator_does_all_of_it(store: Store, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     from airflow_batchinfer.operators.housekeeping import HousekeepingOperator
 
     publish_run(store, plan)
@@ -161,11 +161,12 @@ def test_the_operator_does_all_of_it(tmp_path: Path, store: Store, plan: Plan) -
     os.utime(leftover, (0, 0))
     store.write_bytes(RunLayout(plan.folder).rows(0, "20260101T000000000Z-00000000"), b"overtaken")
     age(store, plan.folder, 2)
-    arguments = {"task_id": "housekeeping", "job": "job", "store": store.uri}
+    arguments = {"task_id": "housekeeping", "job": "job"}
 
-    done = HousekeepingOperator(**arguments).execute({})
+    done = HousekeepingOperator(**arguments, store=store.uri).execute({})
     assert done == {"runs": [], "orphans": 1, "table_files": 0, "unfinished": 1}
     assert not leftover.exists()
+    monkeypatch.setenv("AIRFLOW__BATCHINFER__STORE", store.uri)
     done = HousekeepingOperator(**arguments, delete_runs_after=DAY).execute({})
     assert done == {"runs": [plan.folder], "orphans": 0, "table_files": 0, "unfinished": 0}
     assert len(table_rows(store, "job/results")) == 40
