@@ -212,26 +212,41 @@ class PromptSpec(_Strict):
 class ModelSpec(_Strict):
     """The model and the engine that serves it."""
 
-    name: str = Field(description="Hugging Face name or local folder of the model.")
-    revision: str | None = Field(None, description="Commit, tag or branch. Pin it: results depend on it.")
+    name: str = Field(
+        description="Hugging Face name or local folder of the model; `openai`: the server's name of it."
+    )
+    revision: str | None = Field(
+        None, description="Commit, tag or branch. Pin a commit: results depend on it, and branches move."
+    )
     tokenizer: str | None = Field(
-        None, description="Name or folder of the tokenizer, if not the model's own."
+        None,
+        description=(
+            "Name or folder of the tokenizer, if not the model's own. `openai`: needed to count prompts, and "
+            "so for `overlong.policy: truncate` and `split`."
+        ),
     )
     backend: str = Field(
         "vllm",
         description=(
-            "`vllm` (in the worker's process), `openai` (a server that speaks OpenAI's HTTP API), "
-            "or `package.module:Class` of your own engine."
+            "`vllm` (a process beside the worker's, which the worker starts), `openai` (a server that runs "
+            "already and speaks OpenAI's HTTP API), or `package.module:Class` of your own engine."
         ),
     )
     engine: JsonFields = Field(
         default_factory=dict,
-        description="Engine arguments by vLLM's own names, for instance `max_model_len: 4096`.",
+        description=(
+            "Engine arguments by vLLM's own names, for instance `max_model_len: 4096`. `openai`: fields that "
+            "each request gets; but `max_model_len` is not sent, it says how long the context is where the "
+            "server does not."
+        ),
     )
     adapter: str | None = Field(None, description="LoRA adapter: Hugging Face name or folder.")
     compile_cache: str | None = Field(
         None,
-        description="`vllm` only: folder for compiled code; on a shared volume only the first pod compiles.",
+        description=(
+            "`vllm` only: folder for compiled code, as the worker sees it; on a shared volume only the first "
+            "worker compiles. In pods the default does: which volume it is says `infer_arguments`."
+        ),
     )
     trust_remote_code: bool = Field(
         False, description="Let the model's repository run its own code in the worker. Off unless said."
@@ -378,7 +393,14 @@ class ShardingSpec(_Strict):
     max_shards: int = Field(
         MAX_MAPPED_TASKS, ge=1, le=MAX_MAPPED_TASKS, description="Never more; shards grow instead."
     )
-    max_parallel_shards: int = Field(4, ge=1, description="Workers that run at once in one run.")
+    max_parallel_shards: int = Field(
+        4,
+        ge=1,
+        description=(
+            "Workers that run at once in one run; the argument of `batch_inference` goes before it, and with "
+            "a function as spec only that counts."
+        ),
+    )
     shards_per_task: int = Field(1, ge=1, description="Shards that one worker process takes in a row.")
     dedup: bool = Field(True, description="Send rows whose prompt columns are identical once only.")
 
@@ -453,7 +475,7 @@ _COMBINATIONS = {"generate": ("concat", "list"), "choice": ("majority",)}
 
 
 class FailureSpec(_Strict):
-    """How much may go wrong before the gate holds the results back."""
+    """How much may go wrong before `validate` holds the results back."""
 
     max_dead_fraction: float = Field(
         0.05, ge=0.0, le=1.0, description="Most dead letters, as a fraction of the input rows."
@@ -486,11 +508,18 @@ class ValidationSpec(_Strict):
     on_failure: OnFailure = Field(
         "hold",
         description=(
-            "`hold`: the gate keeps the results back; `warn`: the report says so; `dead_letter`: rows that "
-            "fail become dead letters (`invalid`), and the other rows are published."
+            "`hold`: `validate` fails and nothing is published; `warn`: the report says so; `dead_letter`: "
+            "rows that fail become dead letters (`invalid`), and the other rows are published."
         ),
     )
-    sample_rows: int = Field(20_000, ge=1, description="Rows of a shard's outputs that are checked, at most.")
+    sample_rows: int = Field(
+        20_000,
+        ge=1,
+        description=(
+            "Rows that are checked, at most, drawn at random: of each shard where expectations judge single "
+            "rows, of the whole run where not. Those with `dead_letter` see every row, so many at a time."
+        ),
+    )
     min_accuracy: float | None = Field(
         None, ge=0.0, le=1.0, description="Least accuracy against `input.truth`; for `task.type: choice`."
     )
@@ -627,7 +656,14 @@ class CostSpec(_Strict):
     """Prices, to turn held time and tokens into money. A price left out counts as nothing."""
 
     currency: str = Field("USD", min_length=1, max_length=8, description="For the reader only.")
-    per_hour: float = Field(0.0, ge=0.0, description="One worker held for an hour, its accelerators with it.")
+    per_hour: float = Field(
+        0.0,
+        ge=0.0,
+        description=(
+            "One worker held for an hour, its accelerators with it. With `backend: openai` it holds none: "
+            "give its share of the server's price, or price tokens."
+        ),
+    )
     per_million_prompt_tokens: float = Field(
         0.0, ge=0.0, description="For engines that bill tokens; cached tokens cost what the next field says."
     )
@@ -650,7 +686,9 @@ class DriftSpec(_Strict):
     max_validity_change: float = Field(
         0.05, gt=0.0, le=1.0, description="Change of the share of rows that succeed."
     )
-    on_drift: Literal["warn", "hold"] = Field("warn", description="`hold`: the gate keeps the results back.")
+    on_drift: Literal["warn", "hold"] = Field(
+        "warn", description="`hold`: `validate` fails and nothing is published."
+    )
 
 
 class ReportSpec(_Strict):
