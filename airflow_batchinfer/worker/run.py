@@ -29,6 +29,7 @@ from airflow_batchinfer.worker.processes import (
 )
 from airflow_batchinfer.worker.progress import ProgressWriter, State
 from airflow_batchinfer.worker.reporter import Reporter
+from airflow_batchinfer.worker.retrying import with_retries
 from airflow_batchinfer.worker.settings import Settings
 from airflow_batchinfer.worker.signals import SignalPipe
 from airflow_batchinfer.worker.suspects import Announcer
@@ -120,7 +121,8 @@ class _Worker:
             control,
             self._stop_line,
         )
-        self._stop = (store, plan)
+        self._store, self._plan = store, plan
+        self._marking: threading.Thread | None = None
 
     def run(self) -> ExitCode:
         """Run to the end, whichever it is; what was paid for is durable when this returns or raises."""
@@ -138,7 +140,7 @@ class _Worker:
             else:
                 with contextlib.suppress(EngineError):  # it has been said, or does not matter any more
                     self._engine.bury()
-            self._writer.close()
+            self._finish_writing()
             self._watchdog.close()
         # A store that fails is the better explanation of whatever else went wrong.
         error = self._writer.error or self._announcer.error or error
@@ -166,15 +168,33 @@ class _Worker:
 
     def _stop_line(self, why: str) -> None:
         """Stop this worker, and by the marker in the store all others of the run."""
-        store, plan = self._stop
         by = f"worker of shard {', '.join(f'{s.shard:04d}' for s in self._shards)}"
         log.error("stopping the line: %s", why)
+        stop = Stop(created_at="", by=by, reason=why)
+        grace = self._plan.spec.checkpoint.grace_seconds
+        self._control.leave(ExitCode.STOPPED, stop.advice(self._plan.folder), grace)
+        # The loop must not wait for the store: an engine that nobody polls seems to stand still and is killed.
+        self._marking = threading.Thread(
+            target=self._set_marker, args=(why, by), name="stop-marker", daemon=True
+        )
+        self._marking.start()
+
+    def _set_marker(self, why: str, by: str) -> None:
+        def write() -> None:
+            set_stop(self._store, self._plan.folder, why, by)
+
         try:
-            stop = set_stop(store, plan.folder, why, by)
-        except BatchInferError as error:
-            log.error("the other workers go on, as the stop marker cannot be written: %s", error)
-            stop = Stop(created_at="", by=by, reason=why)
-        self._control.leave(ExitCode.STOPPED, stop.advice(plan.folder), plan.spec.checkpoint.grace_seconds)
+            with_retries(write)
+        except Exception as error:
+            problem = f"the other workers go on, as the stop marker cannot be written: {error}"
+            log.error("%s", problem)
+            self._control.message += f"; {problem}"
+
+    def _finish_writing(self) -> None:
+        """Wait until parts and stop marker are durable, or have failed."""
+        self._writer.close()
+        if self._marking is not None:
+            self._marking.join()
 
     def _write_progress(self, state: State, message: str = "") -> None:
         self._progress.write(
@@ -195,7 +215,7 @@ class _Worker:
     def _save_what_is_done(self, why: str) -> None:
         for shard in self._shards:
             self._writer.flush(shard)
-        self._writer.close()
+        self._finish_writing()
         self._write_progress("failed", why)
 
 

@@ -110,6 +110,54 @@ def test_sigterm_is_heeded_while_the_store_does_not_answer(run: Run) -> None:
         os.close(silent_end)
 
 
+ALL_AT_ONCE = {"delay_seconds": 1.0, "max_in_flight": 40}
+"""Time to get at the store before any answer is there."""
+
+
+def plan_a_stop(run: Run) -> None:
+    """Rows that stop the line; the reporter looks at the store once, at the start."""
+    run.plan(
+        texts(60, dict.fromkeys(range(60), "<<invalid 99>>")),
+        engine="FaultyEngine",
+        options=ALL_AT_ONCE,
+        task={"type": "choice", "labels": ["yes", "no"]},
+        line={"window": 20, "min_rows": 20},
+        retry={"invalid_attempts": 1},
+        checkpoint={"grace_seconds": 20, "progress_seconds": 600},
+    )
+
+
+def test_the_line_stops_at_once_and_its_marker_is_waited_for(run: Run) -> None:
+    """A store that does not answer: the marker is a pipe, and whoever looks for it waits."""
+    plan_a_stop(run)
+    worker = run.start()
+    run.wait_until(lambda: bool(run.files("suspects.json")), worker)
+    marker = Path(run.store.uri_of(run.layout.stop))
+    os.mkfifo(marker)
+    silent_end = run.wait_for(lambda: _end_with_a_reader(marker), worker)
+    try:
+        run.wait_until(lambda: len(run.durable()) == 40, worker)
+        assert worker.poll() is None, "it has not left without the marker"
+    finally:
+        os.close(silent_end)
+    code, said = run.end_of(worker)
+    assert code == ExitCode.STOPPED
+    assert "stopped by worker of shard 0000: 20 of the last 20 rows did not succeed" in said
+
+
+def test_a_marker_that_cannot_be_written_is_told(run: Run) -> None:
+    plan_a_stop(run)
+    program = "from airflow_batchinfer.worker import __main__, retrying; retrying._WAIT_SECONDS = ()"
+    worker = run.start(program=("-c", f"{program}; __main__.leave(__main__.main())"))
+    run.wait_until(lambda: bool(run.files("suspects.json")), worker)
+    Path(run.store.uri_of(run.layout.stop)).mkdir()
+    code, said = run.end_of(worker)
+    assert code == ExitCode.STOPPED
+    assert "stopped by worker of shard 0000" in said
+    assert "the other workers go on, as the stop marker cannot be written" in said
+    assert len(run.durable()) == 40
+
+
 def _end_with_a_reader(pipe: Path) -> int | None:
     """The writing end of a pipe that somebody is about to read."""
     try:
