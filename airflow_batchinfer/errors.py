@@ -23,7 +23,7 @@ class ExitCode(IntEnum):
     STORE_FAILED = 74
     """The store could not be read or written (EX_IOERR): retrying may help."""
     RECLAIMED = 75
-    """It was told to go (SIGTERM) and checkpointed first (EX_TEMPFAIL): run it again."""
+    """Told to go (SIGTERM), or another attempt is at its shards; it checkpointed first (EX_TEMPFAIL)."""
     STOPPED = 76
     """A stop marker or the worker's own gate stopped the line: a person has to look."""
 

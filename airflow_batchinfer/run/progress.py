@@ -60,6 +60,15 @@ def latest_progress(store: Store, layout: RunLayout, shard: int) -> Progress | N
     return None
 
 
+def silent_after(interval: float) -> float:
+    """Seconds without news of a worker on another machine after which it is taken for dead.
+
+    Args:
+        interval: seconds between its progress.
+    """
+    return max(60.0, 10 * interval)
+
+
 def _duration(seconds: float) -> str:
     whole = int(seconds)
     if whole < 60:

@@ -60,6 +60,7 @@ class Loop:
         writer: PartWriter,
         announcer: Announcer,
         control: Control,
+        up_to_date: Callable[[], bool],
         stop_line: Callable[[str], None],
     ) -> None:
         """Set up; nothing is started.
@@ -72,6 +73,7 @@ class Loop:
             writer: makes outcomes durable.
             announcer: names on disk what may be in the engine.
             control: orders from outside.
+            up_to_date: whether rows may be sent, by what is known of the store; asked in each round.
             stop_line: told why, when what comes out is not worth going on; gives the order to leave.
 
         Raises:
@@ -91,6 +93,7 @@ class Loop:
         self._announcer = announcer
         self._control = control
         self._line = Line(spec.line)
+        self._up_to_date = up_to_date
         self._stop_line = stop_line
         self._admission = Admission()
         self._info: EngineInfo | None = None
@@ -195,7 +198,7 @@ class Loop:
             self._advance_search()
             self._announce()
         try:
-            if not self._control.leaving:
+            if self._up_to_date() and not self._control.leaving:
                 self._admit()
             if self._admission.in_flight:
                 self._collect()
@@ -310,7 +313,7 @@ class Loop:
         if not self._engine.started and self._preparation.rows_found:
             self._start_engine()
         if self._admission.ready:
-            time.sleep(0.001 if not self._announcer.idle else 0.0)
+            time.sleep(0.001)
             return
         due = self._admission.next_retry()
         wait = _IDLE_SECONDS if due is None else min(due, _IDLE_SECONDS)
@@ -542,7 +545,7 @@ class Loop:
 
 def exit_of(control: Control, shards: Sequence[ShardRun]) -> ExitCode:
     """What the worker's end means, if nothing went wrong."""
-    if all(shard.committed for shard in shards):
+    if all(shard.committed or shard.overtaken for shard in shards):
         return ExitCode.COMMITTED
     assert control.reason is not None
     return control.reason

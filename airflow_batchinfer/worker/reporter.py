@@ -1,4 +1,4 @@
-"""What passes between the store and a worker at work: the stop marker in, progress out.
+"""What passes between the store and a worker at work: reasons to leave in, progress out.
 
 In a thread of its own, as a store may keep a caller waiting for minutes, and neither the engine nor a signal
 may wait for that.
@@ -8,44 +8,59 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 
-from airflow_batchinfer.errors import BatchInferError, ExitCode
+from airflow_batchinfer.errors import BatchInferError, ExitCode, StoreError
+from airflow_batchinfer.run.integrity import sound_commit
 from airflow_batchinfer.run.layout import RunLayout
+from airflow_batchinfer.run.plan import Plan
+from airflow_batchinfer.run.progress import silent_after
 from airflow_batchinfer.run.stop import read_stop
-from airflow_batchinfer.spec import JobSpec
 from airflow_batchinfer.store import Store
 from airflow_batchinfer.worker.control import Control
+from airflow_batchinfer.worker.work import ShardRun
 
 log = logging.getLogger(__name__)
 
+_ROUND_SECONDS = 1.0
+"""A loop whose rounds lie further apart may have been suspended in between, with the whole process."""
+
+_FAILED_LOOKS = 10
+"""So many in a row, and the store counts as lost."""
+
 
 class Reporter:
-    """Looks for the stop marker and writes progress, every `checkpoint.progress_seconds` until closed."""
+    """Looks for reasons to leave and writes progress, every `checkpoint.progress_seconds` until closed."""
 
     def __init__(
         self,
         store: Store,
-        layout: RunLayout,
-        spec: JobSpec,
+        plan: Plan,
+        shards: Sequence[ShardRun],
         control: Control,
         write_progress: Callable[[], None],
     ) -> None:
         """Set up; `start` begins.
 
         Args:
-            store: where the stop marker would be.
-            layout: the run's keys.
-            spec: the job.
+            store: where stop marker and commits would be.
+            plan: the run's plan.
+            shards: all shard runs of the worker.
             control: where the order to leave goes.
             write_progress: writes the progress as it is.
         """
         self._store = store
-        self._folder = layout.folder
-        self._checkpoint = spec.checkpoint
+        self._plan = plan
+        self._layout = RunLayout(plan.folder)
+        self._shards = shards
+        self._checkpoint = plan.spec.checkpoint
         self._control = control
         self._write_progress = write_progress
-        self._closed = threading.Event()
+        self._looked_at = self._doubted_at = self._asked_at = _now()
+        self._failed_looks = 0
+        self._wake = threading.Event()
+        self._closed = False
         self._thread = threading.Thread(target=self._run, name="reporter", daemon=True)
 
     def start(self) -> None:
@@ -54,25 +69,72 @@ class Reporter:
 
     def close(self) -> None:
         """End the thread; what it is writing is written first."""
-        self._closed.set()
+        self._closed = True
+        self._wake.set()
         self._thread.join()
 
-    def stop_marker_exists(self) -> bool:
-        """Look for the stop marker, and give the order if it is there."""
+    def look(self) -> None:
+        """Look for a stop marker and for commits of other attempts, and give the order if there is one."""
+        began = _now()
         try:
-            stop = read_stop(self._store, self._folder)
+            stop = read_stop(self._store, self._plan.folder)
+            for shard in self._shards:
+                self._look_for_commit(shard)
         except BatchInferError as error:
-            log.warning("cannot look for the stop marker: %s", error)
-            return False
+            self._failed_looks += 1
+            log.warning("cannot look for a reason to leave: %s", error)
+            return
+        self._failed_looks, self._looked_at = 0, began
         if stop is not None:
-            self._control.leave(ExitCode.STOPPED, stop.advice(self._folder), self._checkpoint.grace_seconds)
-        return stop is not None
+            advice = stop.advice(self._plan.folder)
+            self._control.leave(ExitCode.STOPPED, advice, self._checkpoint.grace_seconds)
+
+    def up_to_date(self) -> bool:
+        """Whether the last look is young enough for rows to be sent; to be asked in each round of the loop.
+
+        A worker that was suspended, or cut off from the store, may have been replaced: its rows may be
+        durable and committed by now. It is no longer sure after as long as others take to give it up.
+
+        Raises:
+            StoreError: one look after another has failed.
+        """
+        now = _now()
+        if now - self._asked_at > _ROUND_SECONDS:
+            self._doubted_at = now
+            self._wake.set()
+        self._asked_at = now
+        patience = silent_after(self._checkpoint.progress_seconds)
+        if self._looked_at >= max(self._doubted_at, now - patience):
+            return True
+        if self._failed_looks >= _FAILED_LOOKS:
+            raise StoreError(f"{self._store.uri} cannot be read, so nothing is known of other attempts")
+        return False
+
+    def _look_for_commit(self, shard: ShardRun) -> None:
+        """Leave if another attempt has committed a shard: it is at work on whatever this one has left."""
+        if not shard.started or shard.committed:  # a shard that is not begun takes over all that is durable
+            return
+        commit = sound_commit(self._store, self._layout, shard.shard, self._plan.fingerprint)
+        if commit is not None and commit.epoch != shard.epoch:
+            shard.overtaken = True
+            message = f"attempt {commit.epoch} has committed shard {shard.shard:04d}"
+            log.warning("%s: leaving", message)
+            self._control.leave(ExitCode.RECLAIMED, message, 0.0)
 
     def _run(self) -> None:
-        while not self._closed.wait(self._checkpoint.progress_seconds):
+        while True:
+            self._wake.wait(self._checkpoint.progress_seconds)
+            self._wake.clear()
+            if self._closed:
+                return
             try:
                 if not self._control.leaving:
-                    self.stop_marker_exists()
+                    self.look()
                 self._write_progress()
             except Exception:  # no report is worth the work it reports on; the next one may go through
                 log.exception("the reporter failed")
+
+
+def _now() -> float:
+    """Seconds on a clock that runs on while process or machine are suspended."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)

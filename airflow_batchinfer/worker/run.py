@@ -104,7 +104,7 @@ class _Worker:
         epochs = {run.shard: run.epoch for run in self._shards}
         self._engine = GuardedEngine(plan.spec)
         self._watchdog = Watchdog(plan.spec, control, self._engine, signals, self._give_up)
-        self._reporter = Reporter(store, layout, plan.spec, control, self._report)
+        self._reporter = Reporter(store, plan, self._shards, control, self._report)
         self._progress = ProgressWriter(store, layout, self._shards, process_age)
         self._writer = PartWriter(store, layout, plan.fingerprint, process_age)
         self._announcer = Announcer(
@@ -119,6 +119,7 @@ class _Worker:
             self._writer,
             self._announcer,
             control,
+            self._reporter.up_to_date,
             self._stop_line,
         )
         self._store, self._plan = store, plan
@@ -130,7 +131,8 @@ class _Worker:
         self._watchdog.start()
         self._reporter.start()
         try:
-            if not self._reporter.stop_marker_exists():
+            self._reporter.look()
+            if not self._control.leaving:
                 self._loop.run()
         except BatchInferError as raised:
             error = raised
@@ -173,7 +175,7 @@ class _Worker:
         stop = Stop(created_at="", by=by, reason=why)
         grace = self._plan.spec.checkpoint.grace_seconds
         self._control.leave(ExitCode.STOPPED, stop.advice(self._plan.folder), grace)
-        # The loop must not wait for the store: an engine that nobody polls seems to stand still and is killed.
+        # The loop must not wait for the store: an engine that nobody polls seems to stand still, and ends.
         self._marking = threading.Thread(
             target=self._set_marker, args=(why, by), name="stop-marker", daemon=True
         )

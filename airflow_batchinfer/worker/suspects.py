@@ -16,7 +16,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from functools import partial
 
 from pydantic import Field
@@ -24,15 +24,12 @@ from pydantic import Field
 from airflow_batchinfer.errors import CorruptError, StoreError
 from airflow_batchinfer.run.document import Document
 from airflow_batchinfer.run.layout import RunLayout
-from airflow_batchinfer.run.progress import Progress
+from airflow_batchinfer.run.progress import Progress, silent_after
 from airflow_batchinfer.store import Store
 from airflow_batchinfer.worker.processes import is_gone
 from airflow_batchinfer.worker.retrying import with_retries
 
 log = logging.getLogger(__name__)
-
-_SILENT_AFTER = timedelta(seconds=60)
-"""A worker elsewhere is taken for dead if its progress is older than this (and ten intervals)."""
 
 
 class Suspects(Document):
@@ -106,7 +103,7 @@ def _has_died(store: Store, layout: RunLayout, suspects: Suspects, interval: flo
     except (CorruptError, FileNotFoundError):
         return True
     silence = datetime.now(UTC) - datetime.fromisoformat(progress.updated_at)
-    return silence > max(_SILENT_AFTER, timedelta(seconds=10 * interval))
+    return silence.total_seconds() > silent_after(interval)
 
 
 class Announcer:

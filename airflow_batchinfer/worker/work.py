@@ -100,6 +100,8 @@ class ShardRun:
     started: bool = False
     """Whether its earlier parts were looked up, so that its numbers mean something."""
     committed: bool = False
+    overtaken: bool = False
+    """Whether another attempt has committed it, so that nothing of it may be paid for any more."""
     counts: Counter[str] = field(default_factory=Counter)
     """Input rows by outcome."""
     reasons: Counter[str] = field(default_factory=Counter)

@@ -20,9 +20,10 @@ from airflow_batchinfer.prompts.builder import Prepared, Prompt
 from airflow_batchinfer.run.layout import RunLayout
 from airflow_batchinfer.run.plan import PlannedShard
 from airflow_batchinfer.store import LocalStore
-from airflow_batchinfer.worker import retrying
+from airflow_batchinfer.worker import reporter, retrying
 from airflow_batchinfer.worker.admission import Admission
 from airflow_batchinfer.worker.checkpoint import encode_part
+from airflow_batchinfer.worker.control import Control
 from airflow_batchinfer.worker.engines.base import Completion
 from airflow_batchinfer.worker.ordering import order
 from airflow_batchinfer.worker.outputs import output_judge
@@ -30,7 +31,7 @@ from airflow_batchinfer.worker.poison import Search
 from airflow_batchinfer.worker.processes import identity, is_gone, process_age
 from airflow_batchinfer.worker.suspects import Announcer, Suspects, earlier_deaths
 from airflow_batchinfer.worker.work import Row, ShardRun, result_of
-from tests.plans import job
+from tests.plans import job, plan_run
 
 PLANNED = PlannedShard(
     shard=0, rows=1, sent=1, predicted_tokens=1, rows_key="k", rows_bytes=1, rows_sha256="0"
@@ -330,6 +331,41 @@ def test_a_write_is_tried_again_and_the_last_error_is_told(monkeypatch: pytest.M
     tries.clear()
     with pytest.raises(StoreError, match="no 3"):
         retrying.with_retries(lambda: write(9))
+
+
+# Looks at the store
+
+
+def test_rows_are_sent_only_while_the_store_was_looked_at_lately(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_run(job(tmp_path / "store", checkpoint={"progress_seconds": 2}), [["a"]])
+    store, now = LocalStore(tmp_path / "store"), [1000.0]
+    monkeypatch.setattr(reporter, "_now", lambda: now[0])
+    asked = reporter.Reporter(store, plan, [], Control(), lambda: None)
+
+    def after(seconds: float, step: float = 1.0) -> bool:
+        for _ in range(int(seconds / step)):
+            now[0] += step
+            sure = asked.up_to_date()
+        return sure
+
+    assert after(60)
+    assert not after(1), "longer than others wait for a sign of life"
+    asked.look()
+    assert after(60)
+    asked.look()
+    assert not after(2, step=2), "suspended between two rounds"
+    assert not after(1)
+    asked.look()
+    assert after(1)
+
+    Path(store.uri_of(RunLayout(plan.folder).stop)).mkdir()  # what cannot be read
+    for _ in range(10):
+        asked.look()
+    assert after(58), "looked at lately all the same"
+    with pytest.raises(StoreError, match="nothing is known of other attempts"):
+        after(5)
 
 
 # Processes and suspects

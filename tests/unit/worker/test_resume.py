@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-import threading
+import time
 
 from airflow_batchinfer.errors import ExitCode
 from airflow_batchinfer.run.epoch import new_epoch
@@ -133,21 +133,41 @@ def test_two_attempts_at_once_both_finish_and_readers_choose_one(run: Run) -> No
     run.plan(texts(200), options=SLOW, checkpoint=SMALL_PARTS)
     workers = [run.start(), run.start()]
     assert [run.end_of(worker)[0] for worker in workers] == [0, 0]
-    assert len(run.files("commit.json")) == 2
+    assert run.files("commit.json")
     assert set(run.results()) == set(range(200))
     assert_sums(run.commit())
 
 
-def test_an_older_attempt_that_wakes_up_after_the_commit_changes_nothing(run: Run) -> None:
-    run.plan(texts(100), options=SLOW, checkpoint=SMALL_PARTS)
+def test_an_older_attempt_that_wakes_up_after_the_commit_pays_for_no_more(run: Run) -> None:
+    """It looks at the store before it sends a row, though by its interval it need not look for long."""
+    run.plan(texts(300), options=SLOW, checkpoint={**SMALL_PARTS, "progress_seconds": 600})
     older = run.start()
     run.wait_until(lambda: len(run.parts()) >= 1, older)
     older.send_signal(signal.SIGSTOP)
+    suspended = time.monotonic()
     assert run.work()[0] == 0
     first = {row: result["output"] for row, result in run.results().items()}
-    threading.Timer(0.05, lambda: older.send_signal(signal.SIGCONT)).start()
+    paid = run.paid().total()
+    time.sleep(max(0.0, suspended + 1.5 - time.monotonic()))
+    older.send_signal(signal.SIGCONT)
     assert run.end_of(older)[0] == 0
+    assert run.paid().total() - paid <= SLOW["max_in_flight"]
+    assert len(run.files("commit.json")) == 1
     assert {row: result["output"] for row, result in run.results().items()} == first
+
+
+def test_a_worker_of_several_shards_leaves_them_to_the_attempt_that_has_committed_one(run: Run) -> None:
+    run.plan(texts(300), texts(300, first=300), options=SLOW, checkpoint=SMALL_PARTS)
+    older = run.start("0,1")
+    run.wait_until(lambda: len(run.parts()) >= 1, older)
+    older.send_signal(signal.SIGSTOP)
+    assert run.work("0")[0] == 0
+    older.send_signal(signal.SIGCONT)
+    code, said = run.end_of(older)
+    assert code == ExitCode.RECLAIMED
+    assert said == f"batchinfer: attempt {run.commit().epoch} has committed shard 0000"
+    assert run.work("0,1")[0] == 0
+    assert run.outcomes(1) == {"succeeded": 300}
 
 
 def test_parts_come_by_time_as_well(run: Run) -> None:
