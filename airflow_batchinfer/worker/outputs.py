@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -17,6 +16,7 @@ from airflow_batchinfer.errors import SpecError
 from airflow_batchinfer.outcome import Reason
 from airflow_batchinfer.spec import ChoiceTask, EmbedTask, JobSpec, JsonTask, RegexTask
 from airflow_batchinfer.worker.engines.base import Completion
+from airflow_batchinfer.worker.patterns import MATCH_SECONDS, matches, with_limit
 
 FINISHED = frozenset({"stop", "length"})
 """Finish reasons of a result; any other text came from a request that was cut off."""
@@ -85,6 +85,8 @@ def _structured(fault_of: Callable[[str], str | None]) -> Judge:
                 return Judged(raw)
             if text != raw and fault_of(text) is None:
                 return Judged(text)
+        except TimeoutError:
+            fault = f"cannot be checked: a pattern took more than {MATCH_SECONDS:g} s on it"
         except Exception as error:
             # A number or a nesting beyond Python's bounds costs its row, not the shard.
             fault = f"cannot be checked: {type(error).__name__}: {error}"
@@ -105,8 +107,10 @@ def _json(schema: dict[str, object]) -> Callable[[str], str | None]:
         validator_class.check_schema(schema)
     except jsonschema.SchemaError as error:
         raise SpecError(f"task.schema: {error.json_path}: {error.message}") from error
+    # Its dialect is chosen: told again, it would be looked up at each `$ref`, and found without our limit.
+    schema = {name: value for name, value in schema.items() if name != "$schema"}
     # An empty registry: a `$ref` to a web address is an error, never a download.
-    validator = validator_class(schema, registry=Registry())
+    validator = with_limit(validator_class)(schema, registry=Registry())
 
     def fault_of(text: str) -> str | None:
         try:
@@ -123,9 +127,8 @@ def _json(schema: dict[str, object]) -> Callable[[str], str | None]:
 
 
 def _regex(pattern: str) -> Callable[[str], str | None]:
-    compiled = re.compile(pattern)
     return lambda text: (
-        None if compiled.fullmatch(text) else f"{_quote(text)} does not match task.pattern as a whole"
+        None if matches(pattern, text) else f"{_quote(text)} does not match task.pattern as a whole"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import random
 import threading
@@ -254,6 +255,32 @@ LABELS = {"type": "choice", "labels": ["yes", "no"]}
 PATTERN = {"type": "regex", "pattern": r"\d{3}"}
 CENTS = {"type": "json", "schema": {"properties": {"a": {"multipleOf": 0.01}}}}
 TREE = {"type": "json", "schema": {"properties": {"a": {"$ref": "#"}}}}
+SLOW_PATTERN = r"(\w|\w\w)+!"
+"""Where something else stands before the `!`, each letter more makes a match take half as long again."""
+WORDS = "word" * 15 + ".!"
+SLOW = {"type": "regex", "pattern": SLOW_PATTERN}
+SLOW_VALUE = {"type": "json", "schema": {"properties": {"a": {"pattern": f"^{SLOW_PATTERN}$"}}}}
+SLOW_KEY = {"type": "json", "schema": {"patternProperties": {f"^{SLOW_PATTERN}$": {"type": "integer"}}}}
+SLOW_REST = {
+    "type": "json",
+    "schema": {"additionalProperties": False, "patternProperties": {f"^{SLOW_PATTERN}$": {}}},
+}
+SLOW_TREE = {
+    "type": "json",
+    "schema": {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "properties": {"a": {"$ref": "#"}, "b": {"pattern": f"^{SLOW_PATTERN}$"}},
+    },
+}
+SLOW_LEAF = json.dumps({"a": {"b": WORDS}})
+KEYS = {
+    "type": "json",
+    "schema": {
+        "properties": {"a": {}},
+        "patternProperties": {"^x": {"type": "integer"}},
+        "additionalProperties": False,
+    },
+}
 DEEP = '{"a":' * 400 + "{}" + "}" * 400
 
 
@@ -278,6 +305,16 @@ DEEP = '{"a":' * 400 + "{}" + "}" * 400
         (TREE, DEEP, "stop", DEEP, Reason.INVALID_OUTPUT),
         (PATTERN, "123", "stop", "123", None),
         (PATTERN, "1234", "stop", "1234", Reason.INVALID_OUTPUT),
+        (SLOW, WORDS, "length", WORDS, Reason.TRUNCATED_OUTPUT),
+        (SLOW, WORDS, "stop", WORDS, Reason.INVALID_OUTPUT),
+        (SLOW, "word" * 15 + "!", "stop", "word" * 15 + "!", None),
+        (SLOW_VALUE, json.dumps({"a": WORDS}), "stop", json.dumps({"a": WORDS}), Reason.INVALID_OUTPUT),
+        (SLOW_KEY, json.dumps({WORDS: 1}), "stop", json.dumps({WORDS: 1}), Reason.INVALID_OUTPUT),
+        (SLOW_REST, json.dumps({WORDS: 1}), "stop", json.dumps({WORDS: 1}), Reason.INVALID_OUTPUT),
+        (SLOW_TREE, SLOW_LEAF, "stop", SLOW_LEAF, Reason.INVALID_OUTPUT),
+        (KEYS, '{"a": "1", "x1": 1}', "stop", '{"a": "1", "x1": 1}', None),
+        (KEYS, '{"x1": "1"}', "stop", '{"x1": "1"}', Reason.INVALID_OUTPUT),
+        (KEYS, '{"y1": 1}', "stop", '{"y1": 1}', Reason.INVALID_OUTPUT),
     ],
 )
 def test_judge(task: dict[str, Any], text: str, finish: str, output: str, reason: Reason | None) -> None:

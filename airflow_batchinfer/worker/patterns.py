@@ -1,0 +1,65 @@
+"""Regular expressions on what a model has written, each match under a limit of time.
+
+A pattern that repeats what already repeats may take longer than anybody waits on a text that it does not fit,
+and an answer cut off in the middle is such a text. Python's own `re` holds up the whole process meanwhile,
+signals and watchdog included; `regex` can be given a limit, and lets other threads run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import regex
+from jsonschema import ValidationError
+from jsonschema.protocols import Validator
+from jsonschema.validators import extend
+
+MATCH_SECONDS = 0.2
+"""CPU time one match may take: a thousand times what those take that come to an end."""
+
+
+def matches(pattern: str, text: str) -> bool:
+    """Whether a pattern matches a text as a whole. Raises `TimeoutError` after `MATCH_SECONDS`."""
+    return regex.fullmatch(pattern, text, timeout=MATCH_SECONDS) is not None
+
+
+def found(pattern: str, text: str) -> bool:
+    """Whether a pattern matches anywhere in a text. Raises `TimeoutError` after `MATCH_SECONDS`."""
+    return regex.search(pattern, text, timeout=MATCH_SECONDS) is not None
+
+
+def with_limit(validator_class: type[Validator]) -> type[Validator]:
+    """A JSON Schema validator whose keywords with patterns raise `TimeoutError` after `MATCH_SECONDS`."""
+    plain: Any = validator_class.VALIDATORS["additionalProperties"]
+
+    def pattern(validator: Any, pattern: str, instance: Any, _: Any) -> Iterator[ValidationError]:
+        if validator.is_type(instance, "string") and not found(pattern, instance):
+            yield ValidationError(f"{instance!r} does not match {pattern!r}")
+
+    def pattern_properties(
+        validator: Any, patterns: Mapping[str, Any], instance: Any, _: Any
+    ) -> Iterator[ValidationError]:
+        if not validator.is_type(instance, "object"):
+            return
+        for pattern, schema in patterns.items():
+            for key, value in instance.items():
+                if found(pattern, key):
+                    yield from validator.descend(value, schema, path=key, schema_path=pattern)
+
+    def additional_properties(
+        validator: Any, additional: Any, instance: Any, schema: Mapping[str, Any]
+    ) -> Iterator[ValidationError]:
+        patterns = schema.get("patternProperties", {})
+        if patterns and validator.is_type(instance, "object"):
+            instance = {k: v for k, v in instance.items() if not any(found(p, k) for p in patterns)}
+            schema = {name: value for name, value in schema.items() if name != "patternProperties"}
+        yield from plain(validator, additional, instance, schema)
+
+    keywords = {
+        "pattern": pattern,
+        "patternProperties": pattern_properties,
+        "additionalProperties": additional_properties,
+    }
+    limited: type[Validator] = extend(validator_class, keywords)  # type: ignore[no-untyped-call]
+    return limited
