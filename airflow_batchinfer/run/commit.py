@@ -80,6 +80,8 @@ def commits_of(store: Store, layout: RunLayout, shard: int) -> tuple[list[Commit
             continue
         try:
             commits.append(Commit.read(store, info.key))
+        except FileNotFoundError:  # withdrawn since it was listed
+            continue
         except CorruptError as error:
             damaged.append(str(error))
     return sorted(commits, key=lambda c: c.epoch), damaged

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from airflow_batchinfer.run.fingerprint import (
 from airflow_batchinfer.run.layout import RunLayout, run_dir, safe_run_id
 from airflow_batchinfer.spec import JobSpec
 from airflow_batchinfer.store import LocalStore
+from airflow_batchinfer.store.base import ObjectInfo
 from tests.unit.contract.test_spec import LEAST
 
 BASE = JobSpec.parse(LEAST)
@@ -144,6 +146,22 @@ def test_readers_choose_the_lowest_epoch_with_the_plans_fingerprint(tmp_path: Pa
     chosen = chosen_commit(store, layout, 0, "f")
     assert chosen is not None
     assert chosen.epoch == "20260101T000000002Z-00000000"
+
+
+class WithGhost(LocalStore):
+    """It lists an object that is deleted before it can be read."""
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        yield ObjectInfo(f"{prefix}/20260101T000000001Z-00000000/commit.json", 1, 0.0)
+        yield from super().list(prefix)
+
+
+def test_a_commit_that_is_withdrawn_while_it_is_looked_for_does_not_end_its_reader(tmp_path: Path) -> None:
+    store, layout = WithGhost(tmp_path), RunLayout("job/runs/r")
+    _commit(store, "20260101T000000002Z-00000000")
+    commits, damaged = commits_of(store, layout, 0)
+    assert [commit.epoch for commit in commits] == ["20260101T000000002Z-00000000"]
+    assert damaged == []
 
 
 def test_a_commit_whose_sums_differ_cannot_be_written_and_is_no_commit_when_read(tmp_path: Path) -> None:
