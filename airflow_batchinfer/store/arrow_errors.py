@@ -22,11 +22,14 @@ def arrow_reads(uri: str) -> Iterator[None]:
 
     Raises:
         StoreError: the read failed, which says nothing about the object.
+        MemoryError: nor does this.
     """
     try:
         yield
     except FileNotFoundError:
         raise
+    except MemoryError as error:  # Arrow's is an `ArrowException` too, and would pass for damage
+        raise MemoryError(f"not enough memory to read {uri}: {error}") from error
     except OSError as error:
         if error.errno is None and _S3_WORDS not in str(error):  # neither the system's nor S3's: a decoder's
             raise

@@ -19,6 +19,7 @@ from airflow_batchinfer.run.layout import RunLayout
 from airflow_batchinfer.run.plan import PlannedShard
 from airflow_batchinfer.run.shard import PART_METADATA_PREFIX, PART_SCHEMA, ROW_ID
 from airflow_batchinfer.store import Store
+from airflow_batchinfer.store.arrow_errors import arrow_reads
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +71,8 @@ def resume(store: Store, layout: RunLayout, planned: PlannedShard, fingerprint: 
             continue
         try:
             data = store.read_bytes(key)
-            table = _checked(data, part_metadata(fingerprint, part_epoch, planned))
+            with arrow_reads(store.uri_of(key)):
+                table = _checked(data, part_metadata(fingerprint, part_epoch, planned))
         except (pa.ArrowException, OSError, ValueError) as error:
             resumed.warnings.append(f"{store.uri_of(key)} is set aside, its rows run again: {error}")
             log.warning(resumed.warnings[-1])

@@ -5,8 +5,13 @@ from __future__ import annotations
 import signal
 import time
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
 from airflow_batchinfer.errors import ExitCode
 from airflow_batchinfer.run.epoch import new_epoch
+from airflow_batchinfer.worker import resume
 from tests.unit.worker.conftest import Run, assert_sums, texts
 
 SLOW = {"delay_seconds": 0.02, "max_in_flight": 8}
@@ -92,6 +97,17 @@ def test_a_half_written_part_is_set_aside_and_its_rows_run_again(run: Run) -> No
     assert set(run.results()) == set(range(60))
 
 
+def test_a_part_that_does_not_fit_into_memory_now_is_no_damaged_part(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.plan(texts(10))
+    assert run.work()[0] == 0
+    monkeypatch.setattr(resume, "_checked", lambda *_: pa.allocate_buffer(1 << 60))
+    planned, fingerprint = run.planned.shards[0], run.planned.fingerprint
+    with pytest.raises(MemoryError, match=r"not enough memory to read .*part-00000\.parquet"):
+        resume.resume(run.store, run.layout, planned, fingerprint, new_epoch())
+
+
 def test_parts_with_another_fingerprint_do_not_count(run: Run) -> None:
     run.plan(texts(20))
     assert run.work()[0] == 0
@@ -112,9 +128,6 @@ def test_parts_that_overlap_are_counted_and_the_first_wins(run: Run) -> None:
     epoch = new_epoch()
     table = run.read_part(parts[0])
     other = run.read_part(parts[1])
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     metadata = {**table.schema.metadata, b"batchinfer.epoch": epoch.encode()}
     mixed = pa.concat_tables([table.slice(5), other.slice(0, 5)]).replace_schema_metadata(metadata)
     sink = pa.BufferOutputStream()
