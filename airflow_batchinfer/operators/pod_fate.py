@@ -225,6 +225,7 @@ def _memory_limit(pod: k8s.V1Pod, container: str) -> str:
 
 
 def _last_line(text: str | None) -> str | None:
-    """A worker's last words; kubelet keeps the tail of its output if the container failed."""
+    """A worker's own word on its end, else its last line; kubelet keeps the tail of a failed one's output."""
     lines = (text or "").strip().splitlines()
-    return lines[-1].removeprefix(MESSAGE_PREFIX) if lines else None
+    said = [line for line in lines if line.startswith(MESSAGE_PREFIX)]
+    return (said or lines)[-1].removeprefix(MESSAGE_PREFIX) if lines else None

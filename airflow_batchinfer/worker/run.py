@@ -209,8 +209,8 @@ class _Worker:
     def _give_up(self, why: str) -> None:
         """The loop is held by an engine that does not let go: leave without it, with all that is done."""
         try:
-            self._say(why)
             _within(_SAVING_SECONDS, lambda: self._save_what_is_done(why))
+            self._say(why)  # the last word: whatever is logged after it would pass for the reason
         finally:
             os._exit(ExitCode.ENGINE_FAILED)
 

@@ -62,7 +62,7 @@ def up(kube: KubeServer, api: client.CoreV1Api) -> Any:
 def test_exit_codes_with_the_workers_last_words(
     api: client.CoreV1Api, launch: Callable[..., Any], code: int, fate: Fate
 ) -> None:
-    launch(f"echo starting; echo 'batchinfer: because {code}' >&2; exit {code}")
+    launch(f"echo starting; echo 'batchinfer: because {code}' >&2; echo 'a thread goes on' >&2; exit {code}")
 
     end = fate_of(ended(api))
 
