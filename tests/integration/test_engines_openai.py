@@ -209,13 +209,17 @@ HANG = 0
 
 
 class BusyServer(ThreadingHTTPServer):
-    """Answers chats after `refusals` have been used up; counts requests and how many were open at once."""
+    """Answers chats after `refusals` have been used up; counts requests and how many were open at once.
+
+    A chat that holds `crashing` brings down what is behind the proxy: 502, after others were answered.
+    """
 
     daemon_threads = True
 
     def __init__(self, refusals: list[tuple[int, dict[str, str]]]) -> None:
         super().__init__(("127.0.0.1", 0), _Busy)
         self.refusals = refusals
+        self.crashing: str | None = None
         self.lock = threading.Lock()
         self.closing = threading.Event()
         self.arrivals: list[float] = []
@@ -243,6 +247,9 @@ class _Busy(BaseHTTPRequestHandler):
             self.server.open += 1
             self.server.most_open = max(self.server.most_open, self.server.open)
             refusal = self.server.refusals.pop(0) if self.server.refusals else None
+        if self.server.crashing is not None and self.server.crashing in json.dumps(body):
+            time.sleep(0.1)
+            refusal = (502, {})
         if refusal is not None and refusal[0] == HANG:
             self.server.closing.wait()
         time.sleep(0.01)
@@ -300,6 +307,17 @@ def test_a_wait_that_the_server_asks_for_counts_as_progress(status: int) -> None
             made.add(engine.tokens_made())
         completed({a.key: a for a in answers})
         assert len(made) > 2  # more than none, and the answer
+
+
+def test_a_row_that_the_proxy_has_no_answer_to_holds_up_no_other() -> None:
+    with busy() as server:
+        server.crashing = TEXTS[20]
+        spec = served(server.base_url, model={"max_concurrency": 4})
+        with started(spec) as engine:
+            engine.submit(requests(spec, TEXTS, takes_tokens=False))
+            answers = collect(engine, len(TEXTS) - 1)
+            assert (engine._limit.size, engine._limit.paused) == (4, False)
+        assert "20" not in completed(answers)
 
 
 def test_no_more_requests_are_open_than_allowed() -> None:

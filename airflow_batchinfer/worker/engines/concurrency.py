@@ -19,7 +19,7 @@ class AdaptiveLimit:
         self._most = most
         self._taken = 0
         self._cautious = False
-        self._lowered_at = 0.0
+        self._lowered_at = self._succeeded_at = 0.0
         self._resume_at = 0.0
         self._changed = asyncio.Condition()
 
@@ -52,8 +52,13 @@ class AdaptiveLimit:
 
     def went_well(self) -> None:
         """Grow a little."""
+        self._succeeded_at = time.monotonic()
         step = 1.0 / self._size if self._cautious else 1.0
         self._size = min(self._size + step, float(self._most))
+
+    def went_well_since(self, started: float) -> bool:
+        """Whether a request has gone well since `started` (monotonic)."""
+        return self._succeeded_at > started
 
     def went_badly(self, started: float) -> None:
         """Halve, once for all requests that were open (`started`, monotonic) when it was last halved."""

@@ -3,7 +3,7 @@
 Requests run in an event loop of their own thread. How many are open at once follows the server: up by
 one for each round that goes well, down by half on 429 and 5xx, and nothing is sent before the time a
 `Retry-After` names. A server that is busy or away costs no row an attempt; one that stays away ends
-the engine.
+the engine. A row that brings down what is behind the server's proxy, while others go well, waits alone.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ _CONNECT_SECONDS = 10.0
 _FIRST_CONCURRENCY = 16
 _BUSY = frozenset({429, 502, 503, 529})
 """The server asks for less, or is away behind its proxy; says nothing about the row."""
+_PERHAPS_THE_ROW = frozenset({500, 502, 504})
+"""If others go well meanwhile, it is the row: it may kill, again and again, what answers behind a proxy."""
 _BUSY_ATTEMPTS = 8
 _LONGEST_WAIT = 300.0
 """Seconds; a `Retry-After` beyond this is cut to it."""
@@ -181,6 +183,7 @@ class OpenAIEngine:
         limit = self._spec.retry.row_timeout_seconds
         busy = 0
         while True:
+            alone = 0.0
             async with self._limit:
                 started = time.monotonic()
                 try:
@@ -207,14 +210,19 @@ class OpenAIEngine:
                 if response.status_code == 200:
                     self._limit.went_well()
                     return self._completion(request.key, response.json())
-                if response.status_code == 429 or response.status_code >= 500:
+                status, wait = response.status_code, _retry_after(response)
+                row = status in _PERHAPS_THE_ROW and wait is None and self._limit.went_well_since(started)
+                if not row and (status == 429 or status >= 500):
                     self._limit.went_badly(started)
-                wait = _retry_after(response)
-                if response.status_code in _BUSY and busy < _BUSY_ATTEMPTS:
-                    self._limit.pause(wait if wait is not None else min(2.0**busy, 30.0))
-                    busy += 1
-                    continue
-                return self._refusal(request.key, response, wait)
+                if status not in _BUSY or busy >= _BUSY_ATTEMPTS:
+                    return self._refusal(request.key, response, wait)
+                pause = wait if wait is not None else min(2.0**busy, 30.0)
+                busy += 1
+                if row:
+                    alone = pause
+                else:
+                    self._limit.pause(pause)
+            await asyncio.sleep(alone)  # others take its turn
 
     def _endpoint(self, request: Request) -> tuple[str, dict[str, Any]]:
         if isinstance(self._spec.task, EmbedTask):
