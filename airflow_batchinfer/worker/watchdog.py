@@ -1,6 +1,6 @@
 """The second pair of eyes: a thread that heeds signals and the engine's deadlines.
 
-It waits for nothing but its own clock: no store, no engine.
+It waits for nothing but its own clock: no store, and no engine but for a second before it kills one.
 """
 
 from __future__ import annotations

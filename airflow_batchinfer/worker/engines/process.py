@@ -35,6 +35,9 @@ _SHARED_MEMORY = "/dev/shm/psm_"
 _ENDING_SECONDS = 45.0
 """A killed process gives back its memory, which takes a while if it is much, and is gone by then."""
 
+_LOOKING_SECONDS = 1.0
+"""Patience with the kernel for what a process has mapped, before it is killed."""
+
 _GUARDIAN = "read -r _; kill -KILL 0"
 
 
@@ -91,10 +94,16 @@ class EngineProcess:
 
     def kill(self) -> None:
         """End the process and all of its group at once; safe from any thread, and twice."""
-        shared_memory = _shared_memory_of_group(self.pid)
+        # Only a living process says what it has mapped; one that hangs in a driver may never say it.
+        shared_memory: set[Path] = set()
+        look = threading.Thread(
+            target=lambda: shared_memory.update(_shared_memory_of_group(self.pid)), daemon=True
+        )
+        look.start()
+        look.join(_LOOKING_SECONDS)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
-        for path in shared_memory:
+        for path in shared_memory.copy():
             path.unlink(missing_ok=True)
 
     def close(self, timeout: float) -> None:
