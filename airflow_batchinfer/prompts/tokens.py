@@ -77,7 +77,7 @@ def context_length(spec: JobSpec) -> int:
             ).get_text_config()
     except (OSError, ValueError) as error:
         raise SpecError(f"model.name: no configuration can be loaded from `{model.name}`: {error}") from error
-    if isinstance(spec.task, EmbedTask) and (trained := _trained_length(spec)):
+    if isinstance(spec.task, EmbedTask) and (trained := trained_length(spec)):
         return trained
     lengths = [v for k in _LENGTH_KEYS if isinstance(v := getattr(config, k, None), int) and v > 0]
     if not lengths:
@@ -87,18 +87,22 @@ def context_length(spec: JobSpec) -> int:
     return min(lengths)
 
 
-def _trained_length(spec: JobSpec) -> int | None:
-    """The length that an embedding model was trained for, where it says so; often below its positions."""
+def trained_length(spec: JobSpec) -> int | None:
+    """The length that an embedding model was trained for, where it says so; often below its positions.
+
+    Raises:
+        EngineError: it is not known now, as the hub is away: taken for none, it would change the prompts.
+    """
+    from huggingface_hub import _CACHED_NO_EXIST, try_to_load_from_cache
     from transformers.utils import cached_file
 
-    path = cached_file(
-        spec.model.name,
-        _SENTENCE_CONFIG,
-        revision=spec.model.revision,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
-    if path is None:
+    name, revision = spec.model.name, spec.model.revision
+    if try_to_load_from_cache(name, _SENTENCE_CONFIG, revision=revision) is _CACHED_NO_EXIST:
+        return None
+    try:
+        with from_hub("model.name", name):
+            path = cached_file(name, _SENTENCE_CONFIG, revision=revision)
+    except OSError:  # the model has no such file; `cached_file` has no type of its own for that
         return None
     length = json.loads(Path(path).read_text(encoding="utf-8")).get("max_seq_length")
     return length if isinstance(length, int) else None

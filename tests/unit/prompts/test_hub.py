@@ -13,7 +13,7 @@ from pydantic import AfterValidator, TypeAdapter, ValidationError
 
 from airflow_batchinfer.errors import BatchInferError, EngineError, SpecError
 from airflow_batchinfer.prompts.hub import from_hub
-from airflow_batchinfer.prompts.tokens import context_length, load_tokenizer
+from airflow_batchinfer.prompts.tokens import context_length, load_tokenizer, trained_length
 from airflow_batchinfer.spec import JobSpec
 from tests.unit.prompts.jobs import job
 
@@ -101,6 +101,15 @@ def test_offline_by_the_users_wish_is_no_hub_that_is_away(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(SpecError, match=NOT_THERE):
         load(job(model={"name": "org/name"}))
+
+
+def test_a_length_that_the_hub_does_not_tell_now_is_not_taken_for_none(hub: type[Hub]) -> None:
+    spec = job(model={"name": "org/name"}, task={"type": "embed"})
+    hub.status = 503
+    with pytest.raises(EngineError, match=AWAY):
+        trained_length(spec)
+    hub.status = 404
+    assert trained_length(spec) is None
 
 
 def test_a_validator_that_met_it_hides_nothing() -> None:
