@@ -13,6 +13,7 @@ Their settings are keys of `model.engine`:
 - `starts_log`: file that gets a line at each preload and each start.
 - `failing_starts`: numbers of the starts that fail, counted in `starts_log`.
 - `starts_fail_with`: name of the error they raise (`EngineError`).
+- `lives_for`: see `PartingEngine`.
 - `answer`: literal answer instead of one made for the task.
 """
 
@@ -244,6 +245,19 @@ class FaultyEngine(InstantEngine):
                 return [_changed(good, text="half a pair \ud800")]
             case _:
                 return [good]
+
+
+class PartingEngine(InstantEngine):
+    """Its first life ends between two calls, once it has given `lives_for` completions."""
+
+    _given = 0
+
+    def poll(self, timeout: float) -> list[Result]:
+        results = super().poll(timeout)
+        self._given += len(results)
+        if self._starts() == 1 and self._given >= self._options["lives_for"]:
+            self._killed.set()
+        return results
 
 
 class UnkillableEngine(FaultyEngine):

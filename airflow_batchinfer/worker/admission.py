@@ -86,6 +86,15 @@ class Admission:
         self._queued.extend(taken)
         return taken
 
+    def put_back(self, pieces: list[Piece]) -> None:
+        """Let requests wait again, before all others, that were taken and have not reached the engine."""
+        for piece in pieces:
+            del self.in_flight[piece.key]
+            piece.tries -= 1
+        taken = set(map(id, pieces))
+        self._queued = deque(piece for piece in self._queued if id(piece) not in taken)
+        self._ready.extendleft(reversed(pieces))
+
     def answered(self, key: str, now: float) -> Piece | None:
         """Take the request that came back from what is in flight; none if nobody waits for it.
 

@@ -32,6 +32,10 @@ STUCK_SECONDS = 60.0
 """A call into a killed engine that has not returned after so long never will."""
 
 
+class EngineGone(EngineDied):
+    """The engine was dead before these requests came: none of them has reached it."""
+
+
 class _Phase(Enum):
     IDLE = "idle"
     STARTING = "starting"
@@ -106,22 +110,28 @@ class GuardedEngine:
             self._enter(_Phase.IDLE)
             why = self._killed_why if self._killed_at is not None else f"{type(error).__name__}: {error}"
             raise EngineError(f"the engine did not start: {why}") from error
+        # Before the watchdog looks: these are still the last engine's, which may have died in silence.
+        self._made, self._pulse, self._waiting = self._engine.tokens_made(), time.monotonic(), False
         self._enter(_Phase.RUNNING)
         if self._killed_at is not None:
             raise EngineError(self._killed_why)
         log.info("engine %s %s started in %.1f s", info.name, info.version, time.monotonic() - began)
-        self._made, self._pulse, self._waiting = self._engine.tokens_made(), time.monotonic(), False
         return info
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue requests. Raises `EngineDied`."""
+        """Queue requests.
+
+        Raises:
+            EngineGone: the engine has died before.
+            EngineDied: it failed at these requests.
+        """
         if not self._waiting:
             self._pulse = time.monotonic()
             self._waiting = True
         try:
             self._engine.submit(requests)
-        except EngineDied:
-            raise
+        except EngineDied as error:
+            raise EngineGone(self._killed_why if self._killed_at is not None else str(error)) from error
         except Exception as error:
             raise EngineDied(f"{type(error).__name__}: {error}") from error
 

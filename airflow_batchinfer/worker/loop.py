@@ -25,7 +25,7 @@ from airflow_batchinfer.worker.engines.base import (
     Request,
     RequestFailure,
 )
-from airflow_batchinfer.worker.guard import GuardedEngine
+from airflow_batchinfer.worker.guard import EngineGone, GuardedEngine
 from airflow_batchinfer.worker.line import Line
 from airflow_batchinfer.worker.outputs import FINISHED, output_judge
 from airflow_batchinfer.worker.poison import Search
@@ -296,9 +296,14 @@ class Loop:
         if room <= 0 or not self._engine.started:
             return
         pieces = self._admission.take(room, self._announcer.durable)
-        if pieces:
-            self._admitted += len(pieces)
+        if not pieces:
+            return
+        try:
             self._engine.submit([self._request(piece) for piece in pieces])
+        except EngineGone:  # nobody of them had a part in its death
+            self._admission.put_back(pieces)
+            raise
+        self._admitted += len(pieces)
 
     def _request(self, piece: Piece) -> Request:
         prompt = piece.prompt

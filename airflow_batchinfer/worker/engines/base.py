@@ -105,7 +105,11 @@ class Engine(Protocol):
         ...
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue requests. Never blocks on inference. Raises `EngineDied`."""
+        """Queue requests. Never blocks on inference.
+
+        Raises:
+            EngineDied: it was dead before; none of the requests has reached it.
+        """
         ...
 
     def poll(self, timeout: float) -> list[Completion | RequestFailure]:

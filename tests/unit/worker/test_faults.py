@@ -27,6 +27,17 @@ def test_a_row_that_kills_the_engine_is_found_and_the_rest_succeeds(run: Run) ->
     assert_sums(run.commit())
 
 
+def test_rows_that_come_after_the_engine_has_died_are_no_suspects(run: Run) -> None:
+    options = {"max_in_flight": 4, "lives_for": 20, "starts_log": str(run.folder / "starts")}
+    run.plan(texts(60), engine="PartingEngine", options=options)
+    _, said = (worker := run.start()).communicate(timeout=60)
+    assert worker.returncode == ExitCode.COMMITTED
+    assert "the engine died with 0 rows in flight" in said
+    assert "the engine died with 4" not in said
+    assert run.progress().engine_restarts == 1
+    assert {row["attempts"] for row in run.results().values()} == {1}
+
+
 def test_two_rows_that_kill_are_both_found(run: Run) -> None:
     options = {"delay_seconds": 0.01, "max_in_flight": 16}
     run.plan(texts(60, {5: "<<die>>", 6: "<<die>>"}), engine="DyingEngine", options=options)
