@@ -157,14 +157,16 @@ class PromptBuilder:
         """The prompt's whole text.
 
         Raises:
-            RenderError: the chat template refuses this row.
+            RenderError: the chat template refuses this row, or fails on it in any other way.
         """
         if self._format is None:
             return contents[0]  # of use only where it is the whole prompt, or nothing is counted
         try:
             return self._format.text(contents)
-        except TemplateError as error:
-            raise RenderError(f"the model's chat template: {error.message}") from error
+        except (TemplateError, RenderError) as error:
+            raise RenderError(f"the model's chat template: {error}") from error
+        except Exception as error:  # an expression on this row's text
+            raise RenderError(f"the model's chat template: {type(error).__name__}: {error}") from error
 
     def _count(self, texts: list[str]) -> list[list[int]] | list[None]:
         if self._encoder is None or not texts:

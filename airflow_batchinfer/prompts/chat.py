@@ -4,16 +4,19 @@
 constant text around the contents; then a row's text is a handful of joined strings. Whether that is so
 is established when the job starts: the template is run once over strings that record every look at
 their content, and the joined text is compared with the template's own on texts chosen to upset it.
-Where it is not so, each row goes through the tokenizer.
+Where it is not so, each row's text is rendered: within our sandbox's bounds if that gives the tokenizer's
+own text on the same texts, else by the tokenizer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from jinja2 import TemplateError
 
 from airflow_batchinfer.errors import SpecError
+from airflow_batchinfer.prompts.chat_sandbox import limited_chat_template
 from airflow_batchinfer.prompts.template import PromptTemplate
 from airflow_batchinfer.spec import PromptSpec
 
@@ -57,6 +60,11 @@ class ChatFormat:
         self._contents = len(prompt.templates())
         self._strips = False
         self._segments = self._find_segments()
+        self._limited: Callable[[list[dict[str, str]]], str] | None = None
+        if self._segments is None:
+            self._limited = limited_chat_template(tokenizer, prompt.chat_template)
+            if not self._agrees(self._render):
+                self._limited = None
 
     @property
     def is_constant(self) -> bool:
@@ -73,13 +81,19 @@ class ChatFormat:
 
         Raises:
             TemplateError: the chat template refuses these contents.
+            RenderError: it makes too much of them, or takes too long.
         """
         if self._segments is None:
-            return self._apply(contents)
+            return self._render(contents)
         pieces = [self._segments[0]]
         for content, segment in zip(contents, self._segments[1:], strict=True):
             pieces += (content.strip() if self._strips else content, segment)
         return "".join(pieces)
+
+    def _render(self, contents: list[str]) -> str:
+        if self._limited is None:
+            return self._apply(contents)
+        return self._limited(self._template.messages(contents))
 
     def _apply(self, contents: list[str]) -> str:
         text: str = self._tokenizer.apply_chat_template(
@@ -110,21 +124,25 @@ class ChatFormat:
         if looked - {"strip"} or any(str(mark) in s for mark in marks for s in segments):
             return None
         self._segments, self._strips = segments, "strip" in looked
-        return segments if self._agrees() else None
+        return segments if self._agrees(self.text) else None
 
-    def _agrees(self) -> bool:
+    def _agrees(self, text: Callable[[list[str]], str]) -> bool:
         for i, probe in enumerate(_PROBES):
             others = _PROBES[i - 1]
             for place in range(self._contents):
                 contents = [others] * self._contents
                 contents[place] = probe
-                try:
-                    expected = self._apply(contents)
-                except (TemplateError, ValueError):
-                    return False
-                if self.text(contents) != expected:
+                if _or_refused(text, contents) != _or_refused(self._apply, contents):
                     return False
         return True
+
+
+def _or_refused(text: Callable[[list[str]], str], contents: list[str]) -> str | None:
+    """The contents' text; none if the template refuses them."""
+    try:
+        return text(contents)
+    except Exception:  # whatever an expression may meet on this text
+        return None
 
 
 class _Traced(str):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from types import BuiltinMethodType, GeneratorType
 from typing import Any
 
-from jinja2 import StrictUndefined, TemplateSyntaxError, nodes, pass_context
+from jinja2 import StrictUndefined, Template, TemplateSyntaxError, nodes, pass_context
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace, _PassArg
@@ -78,11 +78,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
-    def __init__(self) -> None:
+    def __init__(self, **options: Any) -> None:
+        """Make an environment; `options` are Jinja's, in place of ours."""
+        ours = {"undefined": StrictUndefined, "finalize": _none_is_empty}
         # Not optimized: constant expressions would run when the template is compiled, without bounds.
-        super().__init__(
-            autoescape=False, undefined=StrictUndefined, finalize=_none_is_empty, optimized=False
-        )
+        super().__init__(autoescape=False, optimized=False, **{**ours, **options})
         self.globals = {
             "range": self.globals["range"],
             "namespace": Namespace,
@@ -90,9 +90,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             _JOIN: _joined,
             _WEIGH: _weighed,
         }
-        self.filters = {
-            name: _bounded(name, f) for name, f in self.filters.items() if name not in _NO_FILTERS
-        }
+        self.filters = {name: bounded(name, f) for name, f in self.filters.items() if name not in _NO_FILTERS}
 
     @staticmethod
     def concat(pieces: Iterable[str]) -> str:
@@ -142,6 +140,23 @@ class Sandbox(ImmutableSandboxedEnvironment):
         if wrapper is not None:
             wrapper.__self__ = value.__self__
         return wrapper  # type: ignore[no-any-return]
+
+
+def rendered(template: Template, values: Mapping[str, Any]) -> str:
+    """A template's text; it comes from a `Sandbox`.
+
+    Raises:
+        RenderError: past a bound.
+        TemplateError, or any other: what the template itself has met.
+    """
+    pieces: list[str] = []
+    size = 0
+    for piece in template.generate({**values, TICK: Clock()}):
+        size += len(piece)
+        if size > MAX_RENDERED_CHARACTERS:
+            raise RenderError(f"made more than {MAX_RENDERED_CHARACTERS} characters")
+        pieces.append(piece)
+    return "".join(pieces)
 
 
 def weight(value: Any) -> int:
@@ -255,7 +270,7 @@ def _weighed_one_by_one(values: Iterator[Any], clock: Any) -> Iterator[Any]:
         yield value
 
 
-def _bounded(name: str, inner: Callable[..., Any]) -> Callable[..., Any]:
+def bounded(name: str, inner: Callable[..., Any]) -> Callable[..., Any]:
     """A filter that refuses what would make too much."""
     passes = _PassArg.from_obj(inner)
 

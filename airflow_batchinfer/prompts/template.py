@@ -15,15 +15,7 @@ from jinja2 import TemplateError, UndefinedError, nodes
 from jinja2.meta import find_undeclared_variables
 
 from airflow_batchinfer.errors import SpecError
-from airflow_batchinfer.prompts.sandbox import (
-    HIDDEN_NAMES,
-    MAX_RENDERED_CHARACTERS,
-    OWN_NAMES,
-    TICK,
-    Clock,
-    RenderError,
-    Sandbox,
-)
+from airflow_batchinfer.prompts.sandbox import HIDDEN_NAMES, OWN_NAMES, RenderError, Sandbox, rendered
 from airflow_batchinfer.spec import PromptSpec
 
 _ROW = "row"
@@ -51,15 +43,9 @@ class _Compiled:
         Raises:
             RenderError: for whatever goes wrong: a missing column, a sandbox violation, a bound.
         """
-        pieces: list[str] = []
-        size = 0
         try:
             # A column may be called `row`; then it is reached as `row["row"]`.
-            for piece in self._template.generate({**row, _ROW: row, TICK: Clock()}):
-                size += len(piece)
-                if size > MAX_RENDERED_CHARACTERS:
-                    raise RenderError(f"made more than {MAX_RENDERED_CHARACTERS} characters")
-                pieces.append(piece)
+            return rendered(self._template, {**row, _ROW: row})
         except RenderError as error:
             raise RenderError(f"prompt.{self.field}: {error}") from error
         except UndefinedError as error:
@@ -70,7 +56,6 @@ class _Compiled:
             raise RenderError(f"prompt.{self.field}: {error.message}") from error
         except Exception as error:  # an expression on this row's values, e.g. a string minus a number
             raise RenderError(f"prompt.{self.field}: {type(error).__name__}: {error}") from error
-        return "".join(pieces)
 
 
 def _columns(sandbox: Sandbox, field: str, source: str) -> list[str]:

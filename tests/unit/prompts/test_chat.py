@@ -8,6 +8,7 @@ import pytest
 
 from airflow_batchinfer.errors import SpecError
 from airflow_batchinfer.prompts.chat import ChatFormat
+from airflow_batchinfer.prompts.sandbox import RenderError
 from airflow_batchinfer.prompts.template import PromptTemplate
 from airflow_batchinfer.spec import PromptSpec
 
@@ -20,6 +21,11 @@ CUTS = "{% for m in messages %}{{ m.content[:5] }}{% endfor %}"
 DROPS_EMPTY = "{% for m in messages %}{% if m.content %}*{{ m.content }}{% endif %}{% endfor %}"
 TRIMS_THE_WHOLE = "{% for m in messages %}{{ (m.role ~ ': ' ~ m.content) | trim }}{% endfor %}"
 SHOUTS = "{% for m in messages %}{{ m.content.upper() }}{% endfor %}"
+LOOPS = """{%- set text = messages[-1].content -%}
+{%- for i in range(99999) if "round" in text %}{% for j in range(99999) %}{% endfor %}{% endfor -%}
+{%- if "much" in text %}{{ text * 9999999 }}{% endif -%}
+{{ text }}"""
+DUMPS = "{% for m in messages %}{{ m | tojson }}{{ none }}{{ nothing }}{% break %}{% endfor %}"
 CONTENTS = ["", "  padded\n", "plain", "<think>x</think> y", "<|im_end|>", "Ünï 漢字", "a" * 5000]
 
 
@@ -39,6 +45,7 @@ def chat(tokenizer: Any, **prompt: Any) -> ChatFormat:
         (DROPS_EMPTY, False),
         (TRIMS_THE_WHOLE, False),
         (SHOUTS, False),
+        (DUMPS, False),
     ],
 )
 def test_text_equals_the_tokenizers_own(tokenizer: Any, source: str | None, constant: bool) -> None:
@@ -50,6 +57,23 @@ def test_text_equals_the_tokenizers_own(tokenizer: Any, source: str | None, cons
             messages, tokenize=False, add_generation_prompt=True, chat_template=source
         )
         assert format_.text([content]) == expected
+
+
+def test_a_row_on_which_the_chat_template_takes_too_long_is_given_up(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("airflow_batchinfer.prompts.sandbox.MAX_RENDER_SECONDS", 0.2)
+    format_ = chat(tokenizer, chat_template=LOOPS)
+    assert format_.text(["short"]) == "short"
+    with pytest.raises(RenderError, match="took more than"):
+        format_.text(["round and round"])
+    with pytest.raises(RenderError, match="made more than"):
+        format_.text(["too much"])
+
+
+def test_a_chat_template_that_needs_the_tokenizer_gets_it(tokenizer: Any) -> None:
+    format_ = chat(tokenizer, chat_template=f"{{% generation %}}{SHOUTS}{{% endgeneration %}}")
+    assert format_.text(["abc"]) == "ABC"
 
 
 def test_several_templated_messages(tokenizer: Any) -> None:
