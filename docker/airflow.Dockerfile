@@ -1,5 +1,5 @@
 # Airflow with the provider; the target `cpu` adds a CPU worker for `runtime="local"`.
-# Build from the repository's root:  docker build -f docker/airflow.Dockerfile --target airflow -t batchinfer-airflow .
+# Build from the repository's root:  docker build -f docker/airflow.Dockerfile --target airflow -t batchinfer-airflow:0.1.0 .
 ARG AIRFLOW_VERSION=3.3.2
 FROM apache/airflow:${AIRFLOW_VERSION}-python3.11 AS airflow
 COPY --chown=airflow:0 pyproject.toml README.md /src/

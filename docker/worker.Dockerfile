@@ -1,5 +1,5 @@
 # The worker beside the GPU: vLLM's official image and this package, nothing of Airflow.
-# Build from the repository's root:  docker build -f docker/worker.Dockerfile -t batchinfer-worker .
+# Build from the repository's root:  docker build -f docker/worker.Dockerfile -t batchinfer-worker:0.1.0 .
 ARG VLLM_VERSION=v0.32.0
 FROM vllm/vllm-openai:${VLLM_VERSION}
 
