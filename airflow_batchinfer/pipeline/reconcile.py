@@ -23,7 +23,7 @@ from airflow_batchinfer.errors import CorruptError, IncompleteRunError
 from airflow_batchinfer.outcome import Outcome
 from airflow_batchinfer.pipeline.split import load_plan
 from airflow_batchinfer.run.commit import Commit, Tokens, commits_of
-from airflow_batchinfer.run.integrity import commit_problems, withdraw_commit
+from airflow_batchinfer.run.integrity import commit_problems, file_problem, withdraw_commit
 from airflow_batchinfer.run.layout import RunLayout
 from airflow_batchinfer.run.ledger import Ledger, LedgerShard
 from airflow_batchinfer.run.parquet import open_parquet
@@ -129,6 +129,9 @@ def _audit(store: Store, plan: Plan, shard: PlannedShard) -> _Audit:
         try:
             resolved, saved = _prove_rows(store, rows, commit)
         except CorruptError as error:
+            # A rows file that was damaged since may still read, as other rows: the commit is not to blame.
+            if damage := file_problem(store, shard.rows_key, shard.rows_bytes, shard.rows_sha256):
+                return _Audit(_open_line(shard), [f"{name}: {damage}; {_ROWS_REMEDY}"])
             problems = [str(error)]
     if problems:
         return _Audit(_open_line(shard), [f"{name}: {p}{remedy}" for p in problems], unsound=commit)

@@ -10,7 +10,7 @@ import hashlib
 import logging
 
 from airflow_batchinfer.errors import StoreError
-from airflow_batchinfer.run.commit import Commit, CommittedPart, chosen_commit
+from airflow_batchinfer.run.commit import Commit, chosen_commit
 from airflow_batchinfer.run.layout import RunLayout
 from airflow_batchinfer.store import Store
 
@@ -19,34 +19,41 @@ log = logging.getLogger(__name__)
 _CHUNK_BYTES = 4 * 1024 * 1024
 
 
-def part_problem(store: Store, part: CommittedPart) -> str | None:
-    """What is wrong with a part, naming it; none if its size and SHA-256 are the commit's.
+def file_problem(store: Store, key: str, size: int, sha256: str) -> str | None:
+    """What is wrong with a file that was once stored, naming it; none if all of it is still there.
+
+    Args:
+        store: where.
+        key: of the file.
+        size: its bytes, as plan or commit have them.
+        sha256: the same, hex.
 
     Raises:
-        StoreError: the store cannot be read, which says nothing about the part.
+        StoreError: the store cannot be read, which says nothing about the file.
     """
     filesystem, root = store.filesystem()
-    uri = store.uri_of(part.key)
+    uri = store.uri_of(key)
     try:
-        digest, size = hashlib.sha256(), 0
-        with filesystem.open_input_stream(f"{root}/{part.key}", compression=None, buffer_size=None) as stream:
+        digest, found = hashlib.sha256(), 0
+        with filesystem.open_input_stream(f"{root}/{key}", compression=None, buffer_size=None) as stream:
             while chunk := stream.read(_CHUNK_BYTES):
                 digest.update(chunk)
-                size += len(chunk)
+                found += len(chunk)
     except FileNotFoundError:
         return f"{uri} is missing"
     except OSError as error:
         raise StoreError(f"cannot read {uri}: {error}") from error
-    if size != part.bytes:
-        return f"{uri} has {size} bytes, its commit says {part.bytes}"
-    if digest.hexdigest() != part.sha256:
-        return f"{uri} has changed since it was committed (its SHA-256 differs)"
+    if found != size:
+        return f"{uri} has {found} bytes, and had {size} when it was written"
+    if digest.hexdigest() != sha256:
+        return f"{uri} has changed since it was written (its SHA-256 differs)"
     return None
 
 
 def commit_problems(store: Store, commit: Commit) -> list[str]:
     """What is wrong with a commit's parts; empty if all verify. Reads each part once, in a stream."""
-    return [problem for part in commit.parts if (problem := part_problem(store, part))]
+    found = (file_problem(store, part.key, part.bytes, part.sha256) for part in commit.parts)
+    return [problem for problem in found if problem]
 
 
 def sound_commit(store: Store, layout: RunLayout, shard: int, fingerprint: str) -> Commit | None:

@@ -188,6 +188,18 @@ def test_rows_file_that_is_gone(store: Store, plan: Plan) -> None:
     assert ShardWork(store, plan, [0]).open_shards() == []  # nothing is wrong with its commit
 
 
+def test_a_rows_file_that_reads_as_other_rows_does_not_cost_the_commit(store: Store, plan: Plan) -> None:
+    """No checksum covers all of Parquet: a flipped byte may leave a file that reads, with other ids."""
+    commit_run(store, plan)
+    shard, other = plan.shards[:2]
+    whole = store.read_bytes(shard.rows_key)
+    store.write_bytes(shard.rows_key, store.read_bytes(other.rows_key))
+    refused(store, plan, "shard 0", shard.rows_key, "on_changed_spec: restart")
+    assert ShardWork(store, plan, [0]).open_shards() == []  # nothing is wrong with its commit
+    store.write_bytes(shard.rows_key, whole)
+    assert reconcile(store, plan.folder).complete
+
+
 def test_unreadable_commit_is_named(store: Store, plan: Plan) -> None:
     commit_run(store, plan)
     commit = chosen_commit(store, RunLayout(plan.folder), 0, plan.fingerprint)
