@@ -2,8 +2,9 @@
 
 Their settings are keys of `model.engine`:
 
-- `paid_log`: file that gets one line a completion, `key<TAB>prompt tokens<TAB>output tokens`, before the
-  worker sees it. The key starts with the row's id and a slash, so tests count what was paid by row.
+- `paid_log`: file that gets one line a completion before the worker sees it, tab-separated: key, prompt
+  tokens, output tokens, when the request came in, and when this engine was made (Unix seconds by the
+  kernel's clock). The key starts with the row's id and a slash, so tests count what was paid by row.
 - `delay_seconds`: time from submitting a request to its answer (0).
 - `one_at_a_time`: requests wait in the engine's queue, and `delay_seconds` begins when each one's turn comes.
 - `greedy`: what the engine says of itself (false).
@@ -67,6 +68,8 @@ class InstantEngine:
         self._aborted: set[str] = set()
         self._made = 0
         self._killed = threading.Event()
+        self._begun = _now()
+        self._came: dict[str, float] = {}
 
     def preload(self) -> None:
         self._log("preload")
@@ -100,6 +103,7 @@ class InstantEngine:
 
     def submit(self, requests: Sequence[Request]) -> None:
         self._check_alive()
+        self._note(requests)
         due = time.monotonic() + self._delay
         for request in requests:
             if self._queue and self._options.get("one_at_a_time"):
@@ -167,37 +171,55 @@ class InstantEngine:
             output_tokens=len(answer) // 4 + 1,
         )
 
+    def _note(self, requests: Sequence[Request]) -> None:
+        """When requests came in, for the log of what was paid."""
+        if self._paid is not None:
+            self._came.update(dict.fromkeys((r.key for r in requests), _now()))
+
     def _pay(self, results: Sequence[Result]) -> None:
         completions = [r for r in results if isinstance(r, Completion)]
         self._made += sum(c.output_tokens or 1 for c in completions)
         if self._paid is not None and completions:
-            lines = "".join(f"{c.key}\t{c.prompt_tokens}\t{c.output_tokens}\n" for c in completions)
+            lines = "".join(
+                f"{c.key}\t{c.prompt_tokens}\t{c.output_tokens}\t{self._came[c.key]:.6f}\t{self._begun:.6f}\n"
+                for c in completions
+            )
             os.write(self._paid, lines.encode())
+            for key in {c.key for c in completions}:
+                del self._came[key]
 
 
 class FaultyEngine(InstantEngine):
     """As `InstantEngine`, but a prompt may say what goes wrong with it.
 
-    `<<hang>>` never answers · `<<stall>>` stops the whole engine until it is killed · `<<twice>>` two
-    answers · `<<blank>>` spaces for an answer · `<<empty>>` an empty one · `<<none>>` one without a text ·
-    `<<invalid N>>` breaks its first N answers · `<<transient N>>` N transient errors first ·
-    `<<throttle N>>` the same with a wait asked for · `<<refuse>>` a final error · `<<grammar>>` a grammar
-    error · `<<abort>>` finish reason `abort` · `<<length>>` cut off by `max_tokens` · `<<utf8>>` a lone
-    surrogate · `<<killworker>>` SIGKILL to the worker itself.
+    `<<hang N>>` never answers, or not in the first N starts (see `starts_log`) · `<<slow N>>` answers N
+    seconds late, in the first start if there is such a log · `<<stall>>` stops the whole engine until it is
+    killed · `<<twice>>` two answers · `<<blank>>` spaces for an answer · `<<empty>>` an empty one ·
+    `<<none>>` one without a text · `<<invalid N>>` breaks its first N answers · `<<transient N>>` N
+    transient errors first · `<<throttle N>>` the same with a wait asked for · `<<refuse>>` a final error ·
+    `<<grammar>>` a grammar error · `<<abort>>` finish reason `abort` · `<<length>>` cut off by `max_tokens` ·
+    `<<utf8>>` a lone surrogate · `<<killworker>>` SIGKILL to the worker itself.
     """
 
     def __init__(self, spec: JobSpec) -> None:
         super().__init__(spec)
         self._tries: dict[str, int] = {}
         self._stalled = False
+        self._slow: list[tuple[float, Request]] = []
 
     def submit(self, requests: Sequence[Request]) -> None:
-        super().submit(requests)
+        in_time = []
         for request in requests:
-            fault, _ = fault_of(request)
+            fault, count = fault_of(request)
+            if fault == "slow" and self._starts() <= 1:
+                self._note([request])
+                self._slow.append((time.monotonic() + count, request))
+            else:
+                in_time.append(request)
             if fault == "killworker":
                 os.kill(os.getpid(), signal.SIGKILL)
             self._stalled |= fault == "stall"
+        super().submit(in_time)
 
     def poll(self, timeout: float) -> list[Result]:
         if self._stalled:
@@ -206,6 +228,9 @@ class FaultyEngine(InstantEngine):
             return []
         if not any(fault_of(r)[0] != "hang" for _, r in self._queue):
             self._killed.wait(timeout)
+        now = time.monotonic()
+        self._queue.extendleft(late for late in self._slow if late[0] <= now)
+        self._slow = [late for late in self._slow if late[0] > now]
         return super().poll(timeout)
 
     def _results(self, request: Request) -> list[Result]:
@@ -216,7 +241,7 @@ class FaultyEngine(InstantEngine):
         self._tries[row] = tries = self._tries.get(row, 0) + 1
         good = self._complete(request)
         match fault:
-            case "hang":
+            case "hang" if not count or self._starts() <= count:
                 return []
             case "twice":
                 return [good, good]
@@ -301,6 +326,7 @@ class DyingEngine(InstantEngine):
 
     def submit(self, requests: Sequence[Request]) -> None:
         self._check_alive()
+        self._note(requests)
         assert self._child is not None
         assert self._child.stdin is not None
         lines = []
@@ -445,6 +471,11 @@ def _instance(schema: dict[str, Any], number: int) -> Any:
     return {
         name: _instance(sub, number + i) for i, (name, sub) in enumerate(schema.get("properties", {}).items())
     }
+
+
+def _now() -> float:
+    """The kernel's time, whatever a test has made of Python's."""
+    return time.clock_gettime(time.CLOCK_REALTIME)
 
 
 def _vector(prompt: str) -> list[float]:

@@ -7,19 +7,19 @@ import os
 import shutil
 import signal
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
 
 from scripts.airflow_stack import AirflowStack
 from tests.chaos.case import Case, CaseFunction
-from tests.chaos.oracle import Account, durable_rows, tables
-from tests.chaos.run import ROOT
+from tests.chaos.injection import note_strike
+from tests.chaos.oracle import Account, LocalFiles, durable_rows, paid_again, verdict
+from tests.chaos.run import ROOT, STRIKES
+from tests.engines import answer_to
 from tests.integration.runs import (
     StoredRun,
     job_fields,
-    paid,
     parent_of,
     wait_until,
     worker_of,
@@ -71,7 +71,9 @@ def airflow_cases() -> Iterator[Case]:
         ),
     )
     for what, then, crash in crashes:
-        yield Case(f"Airflow: SIGKILL of {what}", f"{point}; {then}", (crash,))
+        # Only a scheduler that is started again while tasks run on lets two attempts at a shard run at once.
+        beside = _SHARDS * 4 * _SHARD_ROWS if what == "the scheduler alone" else 0
+        yield Case(f"Airflow: SIGKILL of {what}", f"{point}; {then}", (crash,), most_beside=beside)
     yield Case(
         "Airflow: a task's state forced to success",
         f"{point}, and its process is killed: reconcile fails the run until the task is cleared",
@@ -91,14 +93,14 @@ def _stack() -> AirflowStack:
 
 
 class _AirflowRun:
-    """A run of several shards, triggered; what Airflow, the store and the engine's own log say of it."""
+    """A run of several shards, triggered; what Airflow and the store say of it."""
 
     def __init__(self, folder: Path, shard_rows: int = _SHARD_ROWS) -> None:
         self.stack, self.api = _stack(), _stack().api
         self.api.fail_unfinished(_DAG)  # what an earlier case that failed may have left
-        self._paid_log = folder / "paid.tsv"
-        self._paid_log.touch()
-        source = write_input(folder / "in.jsonl", [f"ticket {i}" for i in range(_SHARDS * shard_rows)])
+        self._folder, self._paid_log = folder, folder / "paid.tsv"
+        self._texts = [f"ticket {i}" for i in range(_SHARDS * shard_rows)]
+        source = write_input(folder / "in.jsonl", self._texts)
         engine = {**_SLOW, "paid_log": str(self._paid_log)}
         fields = job_fields(
             folder / "store",
@@ -110,22 +112,19 @@ class _AirflowRun:
         )
         self.run_id = self.api.trigger(_DAG, {"spec": fields})
         self.stored = StoredRun(folder / "store", "shaken", self.run_id)
-        self._durable: set[int] = set()
-        self._paid: Counter[int] = Counter()
 
-    def strike(self, fault: Callable[[list[int]], None]) -> list[int]:
-        """Let the fault happen at the point, and note what was durable and paid by then.
+    def strike(self, what: str, fault: Callable[[list[int]], None]) -> list[int]:
+        """Let the fault happen at the point.
 
         Args:
+            what: it is.
             fault: is given the shards whose worker runs; they are returned as well.
         """
         wait_until(lambda: all(self._parts(shard) for shard in range(_SHARDS)), "a part of each shard", 180)
         running = [s for s in range(_SHARDS) if worker_of(self.stored.layout.folder, s) is not None]
         assert running, "no shard runs any more: the fault strikes nothing"
+        note_strike(self._folder / STRIKES, what)
         fault(running)
-        for shard in range(_SHARDS):
-            self._durable |= durable_rows(self.stored.store, self.stored.layout, shard)
-        self._paid = paid(self._paid_log)
         return running
 
     def _parts(self, shard: int) -> list[str]:
@@ -157,8 +156,10 @@ class _AirflowRun:
         """The oracle's word on the tables that the run itself published."""
         ended = self.ends()
         assert ended == "success", ended
-        again = paid(self._paid_log) - self._paid
-        return tables(self.stored.store, self.stored.plan, sum(again[row] for row in self._durable))
+        plan, files = self.stored.plan, LocalFiles(self.stored.store.uri)
+        answers = {row: answer_to(plan.spec, f"Answer: {text}") for row, text in enumerate(self._texts)}
+        again = paid_again(self._paid_log, durable_rows(files, plan.folder))
+        return verdict(files, plan.job, plan.folder, answers, again)
 
 
 def _is_below(pid: int, roots: list[int]) -> bool:
@@ -175,7 +176,7 @@ def _kill(folder: Path) -> Account:
         for shard in running[-2:]:
             run.kill_task(shard)
 
-    struck = run.strike(kill)[-2:]
+    struck = run.strike("SIGKILL of two tasks", kill)[-2:]
     found = run.account()
     run.check_retried(struck)
     return found
@@ -190,7 +191,8 @@ def _crash(
     shard_rows: int = _SHARD_ROWS,
 ) -> Account:
     run = _AirflowRun(folder, shard_rows)
-    struck = run.strike(lambda _: run.stack.crash(*components, alone=alone))
+    what = f"SIGKILL of {', '.join(components)}"
+    struck = run.strike(what, lambda _: run.stack.crash(*components, alone=alone))
     run.stack.wait_until_ready()
     found = run.account()
     run.check_retried(struck if retried else [])
@@ -204,7 +206,7 @@ def _forge(folder: Path) -> Account:
         run.api.set_state(_DAG, run.run_id, "infer", "success", map_index=running[-1])
         run.kill_task(running[-1])
 
-    forged = run.strike(forge)[-1]
+    forged = run.strike("a forged state, and SIGKILL of the task", forge)[-1]
     ended = run.ends()
     states = run.api.states(_DAG, run.run_id)
     assert states[f"infer[{forged}]"] == "success", states

@@ -18,10 +18,12 @@ from airflow_batchinfer.errors import ExitCode
 from airflow_batchinfer.pipeline.split import newest_plan
 from airflow_batchinfer.store import open_store
 from tests.chaos.case import Case
-from tests.chaos.oracle import Account
-from tests.chaos.run import NO_FAULT, ChaosRun, chaos_job, start_victim
+from tests.chaos.injection import note_strike
+from tests.chaos.oracle import Account, S3Files
+from tests.chaos.run import NO_FAULT, STRIKES, ChaosRun, chaos_job, start_victim
 from tests.s3 import FaultyProxy, MotoServer
 from tests.s3.proxy import Fault as S3Fault
+from tests.s3.servers import BUCKET
 
 _URI = "s3://batch/store"
 _WRITE_FAULTS: tuple[S3Fault, ...] = ("500", "503", "slowdown", "429", "reset", "short", "drop_after", "slow")
@@ -43,6 +45,11 @@ def s3_cases() -> Iterator[Case]:
     point = "on parts and commits from the second part on, until the worker gives up"
     yield Case("S3 throttles for long", f"503 SlowDown {point}", (partial(_refused, "slowdown"),))
     yield Case("S3 takes the permission away", f"403 AccessDenied {point}", (partial(_refused, "denied"),))
+    yield Case(
+        "S3 takes the permission away",
+        "403 AccessDenied when a shard resumes: at its plan, its listing, its part; the worker gives up",
+        tuple(partial(_unreadable, "GET", what) for what in ("plan.json", "list-type=2", "part-00000")),
+    )
     for kills, what in ((False, "an error"), (True, "SIGKILL of split")):
         yield Case(
             "a multipart upload breaks off",
@@ -52,21 +59,23 @@ def s3_cases() -> Iterator[Case]:
 
 
 @contextmanager
-def _server(folder: Path) -> Iterator[FaultyProxy]:
-    """A server behind a proxy, and the environment in which boto3 finds it."""
+def _server(folder: Path) -> Iterator[tuple[FaultyProxy, S3Files]]:
+    """A server behind a proxy, the environment in which boto3 finds it, and the oracle's look at it."""
     with MotoServer(folder / "server") as server, FaultyProxy(server.endpoint_url) as proxy:
         found = dict(os.environ)
         os.environ.update(server.credentials | {"AWS_ENDPOINT_URL_S3": proxy.endpoint_url})
         try:
-            yield proxy
+            yield proxy, S3Files(_URI.removeprefix(f"s3://{BUCKET}/"), server, proxy)
         finally:
+            for fault in proxy.made:
+                note_strike(folder / STRIKES, f"S3 {fault}")
             os.environ.clear()
             os.environ.update(found)
 
 
 def _once_each(method: str, fault: S3Fault, folder: Path) -> Account:
-    with _server(folder) as proxy:
-        run = ChaosRun(folder, store=_URI)
+    with _server(folder) as (proxy, files):
+        run = ChaosRun(folder, store=_URI, files=files)
         seen: set[str] = set()
 
         def rule(asked: str, path: str) -> S3Fault | None:
@@ -82,27 +91,48 @@ def _once_each(method: str, fault: S3Fault, folder: Path) -> Account:
 
 
 def _refused(fault: S3Fault, folder: Path) -> Account:
-    with _server(folder) as proxy:
-        run = ChaosRun(folder, store=_URI)
-
-        def rule(method: str, path: str) -> S3Fault | None:
-            late = "part-" in path and "part-00000" not in path
-            return fault if method == "PUT" and (late or "commit.json" in path) else None
-
-        proxy.rule = rule
-        code = run.attempt()
-        assert code == ExitCode.STORE_FAILED, f"exit {code}; log: {folder / 'log.txt'}"
-        proxy.rule = _no_fault
+    with _server(folder) as (proxy, files):
+        run = ChaosRun(folder, store=_URI, files=files)
+        _give_up(run, proxy, _late_writes(fault))
         run.finish()
         return run.account()
 
 
+def _unreadable(method: str, what: str, folder: Path) -> Account:
+    """What cannot be read now may be there: nothing is paid before that is known."""
+    with _server(folder) as (proxy, files):
+        run = ChaosRun(folder, store=_URI, files=files)
+        _give_up(run, proxy, _late_writes("denied"))
+        paid = run.paid_rows()
+        _give_up(run, proxy, lambda asked, path: "denied" if asked == method and what in path else None)
+        assert run.paid_rows() == paid, "it paid for rows before it knew which are durable"
+        run.finish()
+        return run.account()
+
+
+def _late_writes(fault: S3Fault) -> Callable[[str, str], S3Fault | None]:
+    def rule(method: str, path: str) -> S3Fault | None:
+        late = "part-" in path and "part-00000" not in path
+        return fault if method == "PUT" and (late or "commit.json" in path) else None
+
+    return rule
+
+
+def _give_up(run: ChaosRun, proxy: FaultyProxy, rule: Callable[[str, str], S3Fault | None]) -> None:
+    """An attempt that the rule must strike, and that must end for that reason."""
+    made = len(proxy.made)
+    proxy.rule = rule
+    code = run.attempt()
+    proxy.rule = _no_fault
+    assert len(proxy.made) > made, f"the fault never struck (exit {code})"
+    assert code == ExitCode.STORE_FAILED, f"exit {code}; log: {run.folder / 'log.txt'}"
+
+
 def _multipart(request: tuple[str, str], kills: bool, folder: Path) -> Account:
     """The rows file goes up in pieces; half of it must be nothing to any reader, and no hindrance."""
-    pq.write_table(
-        pa.table({"text": [secrets.token_hex(256 * 1024) for _ in range(_BIG_ROWS)]}), folder / "in.parquet"
-    )
-    with _server(folder) as proxy:
+    texts = [secrets.token_hex(256 * 1024) for _ in range(_BIG_ROWS)]
+    pq.write_table(pa.table({"text": texts}), folder / "in.parquet")
+    with _server(folder) as (proxy, files):
         spec = chaos_job(folder, _URI, input={"path": str(folder / "in.parquet")})
         (folder / "job.yaml").write_text(spec.to_yaml())
         split = start_victim(folder, NO_FAULT, "split", [str(folder / "job.yaml")])
@@ -117,7 +147,7 @@ def _multipart(request: tuple[str, str], kills: bool, folder: Path) -> Account:
         assert start_victim(folder, NO_FAULT, "split", [str(folder / "job.yaml")]).wait(60) == 0
         plan = newest_plan(store, spec.name, "run")
         assert plan is not None
-        run = ChaosRun(folder, plan=plan)
+        run = ChaosRun(folder, texts, plan=plan, files=files)
         run.finish()
         return run.account()
 

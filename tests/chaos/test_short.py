@@ -35,4 +35,4 @@ def _find(fault: str, where: str) -> Case:
 def test_nothing_lost_doubled_or_paid_twice(fault: str, where: str) -> None:
     case = _find(fault, where)
     line = run_case(dataclasses.replace(case, tries=case.tries[-_TRIES:]))
-    assert line.clean, (line.lost, line.doubled, line.paid_twice, line.failed)
+    assert line.clean, line

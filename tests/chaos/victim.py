@@ -7,12 +7,12 @@ import sys
 
 from airflow_batchinfer.store import Store
 from airflow_batchinfer.worker.__main__ import leave
-from tests.chaos.injection import Fault, install
+from tests.chaos.injection import install
 
 
 def main() -> int:
     """Arm the fault, then do what the real process does."""
-    install(Fault.from_environment())
+    install()
     what, *arguments = sys.argv[1:]
     if what == "worker":
         return _worker(arguments)

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 Fault = Literal["503", "500", "slowdown", "denied", "429", "reset", "partial", "short", "slow", "drop_after"]
 """What may happen to a request:
@@ -45,6 +45,8 @@ class FaultyProxy:
         """The fault for a method and a path where none is in the queue."""
         self.made: list[Fault] = []
         """Faults that were made."""
+        self.stored: dict[str, float] = {}
+        """When the server first had an object, by its path (Unix seconds); S3 itself knows whole seconds."""
         self._server = _Server(("127.0.0.1", 0), _handler(self))
         self._server.daemon_threads = True
         self.endpoint_url = f"http://127.0.0.1:{self._server.server_port}"
@@ -80,7 +82,11 @@ class FaultyProxy:
         try:
             connection.request(method, path, body, headers)
             answer = connection.getresponse()
-            return answer.status, answer.getheaders(), answer.read()
+            data = answer.read()
+            whole = "uploadId=" in path if method == "POST" else method == "PUT" and "partNumber=" not in path
+            if whole and answer.status == 200:
+                self.stored.setdefault(unquote(urlsplit(path).path), time.time())
+            return answer.status, answer.getheaders(), data
         finally:
             connection.close()
 

@@ -154,7 +154,7 @@ class Run:
 
     def paid_tokens(self) -> int:
         lines = self.paid_log.read_text().splitlines()
-        return sum(int(p) + int(o) for p, o in (line.split("\t")[1:] for line in lines))
+        return sum(int(p) + int(o) for p, o in (line.split("\t")[1:3] for line in lines))
 
     def outcomes(self, shard: int = 0) -> Counter[str]:
         return Counter(row["outcome"] for row in self.results(shard).values())
