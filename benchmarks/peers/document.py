@@ -189,6 +189,13 @@ def _behind(measured: Sequence[tuple[Round, dict[str, dict[int, Record]]]], reco
         for peer, theirs in paid.items()
         if peer != OURS and OURS in paid
     ]
+    for fault, title in FAULTS.items():
+        accepted = {r.peer: r.accepted for r in records.of(fault)}
+        compared += [
+            (title, "good rows accepted", peer, accepted[OURS] / rows)
+            for peer, rows in accepted.items()
+            if rows > accepted.get(OURS, rows)
+        ]
     text = f"Ours over theirs unless said; a tie is within {_TIE:.0%}.\n\n"
     text += _heading(["set and arguments", "what", "who", "ratio", ""], align="---")
     for title, unit, peer, ratio in compared:
@@ -222,11 +229,11 @@ def _kills(records: Records) -> str:
         return ""
     killed, whole = by_peer(records.of("killed")), by_peer(records.of("whole"))
     text = _KILLED
-    text += _heading(["who", "accepted", "tokens paid, over tokens needed", "held s", "undisturbed, held s"])
+    text += _heading(["who", "accepted", "tokens paid", "tokens needed", "paid over needed"])
     for peer, ratio in paid.items():
-        record, undisturbed = killed[peer][0], whole[peer][0]
-        cells = [f"{record.accepted}/{record.rows}", f"{ratio:.2f}"]
-        text += _row([NAMES[peer], *cells, f"{record.held:.0f}", f"{undisturbed.held:.0f}"])
+        record, needed = killed[peer][0], whole[peer][0].tokens
+        cells = [f"{record.accepted}/{record.rows}", f"{record.tokens:,}", f"{needed:,}"]
+        text += _row([NAMES[peer], *cells, f"{ratio:.2f}"])
     return text
 
 
@@ -241,7 +248,9 @@ def _faults(records: Records) -> str:
     if not any(found.values()):
         return ""
     text = "\n## One bad row\n\nRows accepted of the good ones, the exit status, and what was held "
-    text += "(one try each).\n\n"
+    text += (
+        "(one try\neach, of some with other work beside it; who answered nothing for five minutes hangs).\n\n"
+    )
     text += _heading(["who", *FAULTS.values()], align="---")
     for peer in NAMES:
         cells = []
