@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -25,6 +26,7 @@ from airflow_batchinfer.operators.pod_patience import (
     PatientPodManager,
     is_outage,
     outlast_outage,
+    scheduled_at,
 )
 from airflow_batchinfer.operators.pod_template import read_template
 from airflow_batchinfer.operators.pod_trigger import BatchInferPodTrigger
@@ -128,7 +130,7 @@ class BatchInferPodOperator(KubernetesPodOperator):
             self.labels = {**self.labels, _QUEUE_LABEL: kueue_queue}
         self._work: ShardWork | None = None
         self._seen: k8s.V1Pod | None = None
-        self._overdue = False
+        self._overdue: Fate | None = None
         self._environment: list[k8s.V1EnvVar] = []
 
     # Airflow calls `execute` and `trigger_reentry`; KubernetesPodOperator calls the others.
@@ -169,9 +171,13 @@ class BatchInferPodOperator(KubernetesPodOperator):
             work = self._open_work()
             if not self._environment:  # a fresh operator; not so if the pod ended before it was watched
                 self._fill_in(work)
-            self._seen, self._overdue = None, event["status"] == "timeout"
+            self._seen, self._overdue = None, _limit_over(event)
             # KubernetesPodOperator's own reading is not patient.
-            self._read_pod(event["name"], event["namespace"])
+            pod = self._read_pod(event["name"], event["namespace"])
+            if pod is not None and self._overdue == Fate.LAUNCH_TIMEOUT and self._has_time_yet(pod):
+                self.log.info("pod %s got its node after all; watching on", event["name"])
+                self.pod = pod
+                self.invoke_defer_method(context=context)  # raises `TaskDeferred`
             trouble = self._trouble_of(super().trigger_reentry, context, event)
             if not self._settle(context, work, event["name"], event["namespace"], trouble):
                 self._aim_anew(work)
@@ -181,7 +187,7 @@ class BatchInferPodOperator(KubernetesPodOperator):
         """Watch pods from this process until the shards are committed."""
         assert self._work is not None
         while True:
-            self._seen, self._overdue = None, False
+            self._seen, self._overdue = None, None
             trouble = self._trouble_of(super().execute_sync, context)
             if self.pod is None:  # there never was one
                 raise trouble or WorkerLostError("no pod was launched")
@@ -195,7 +201,7 @@ class BatchInferPodOperator(KubernetesPodOperator):
         try:
             super().await_pod_start(pod)
         except PodLaunchTimeoutException:
-            self._overdue = True
+            self._overdue = Fate.LAUNCH_TIMEOUT
             raise
 
     def get_or_create_pod(self, pod_request_obj: k8s.V1Pod, context: Context) -> k8s.V1Pod:
@@ -385,6 +391,14 @@ class BatchInferPodOperator(KubernetesPodOperator):
         missing = self.pod_manager.missing_mount(pod) if self._overdue and pending else None
         return fate_of(pod, self.base_container_name, overdue=self._overdue, missing_mount=missing)
 
+    def _has_time_yet(self, pod: k8s.V1Pod) -> bool:
+        """Whether a pod that was given up got its node while this task waited for a slot of Airflow's."""
+        fate = self._end_of(pod).fate
+        since = scheduled_at(pod)
+        if fate != Fate.LAUNCH_TIMEOUT or since is None:
+            return fate == Fate.RUNNING
+        return datetime.now(UTC) - since < timedelta(seconds=self.startup_timeout_seconds)
+
     def _read_pod(self, name: str, namespace: str) -> k8s.V1Pod | None:
         try:
             return self._ask(self.hook.get_pod, name, namespace)
@@ -408,6 +422,14 @@ class BatchInferPodOperator(KubernetesPodOperator):
     def _tell_summary(self, work: ShardWork) -> None:
         for line in work.summary():
             self.log.info(line)
+
+
+def _limit_over(event: dict[str, Any]) -> Fate | None:
+    """Which time limit the trigger tells of, if any; it has one word for all of them."""
+    if event["status"] != "timeout":
+        return None
+    deadline: float | None = event.get("_execution_deadline")  # KubernetesPodOperator's `execution_timeout`
+    return Fate.DEADLINE if deadline is not None and time.time() >= deadline else Fate.LAUNCH_TIMEOUT
 
 
 def _error_of(pod: str, end: PodEnd, trouble: Exception | None) -> BatchInferError:

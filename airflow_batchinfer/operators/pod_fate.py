@@ -110,7 +110,7 @@ def fate_of(
     pod: k8s.V1Pod | None,
     container: str = "base",
     *,
-    overdue: bool = False,
+    overdue: Fate | None = None,
     missing_mount: str | None = None,
 ) -> PodEnd:
     """What became of a pod.
@@ -119,7 +119,8 @@ def fate_of(
         pod: the pod as the API server last told it; none if it is gone (404), which is how a pod on a
             node that was taken away looks once Kubernetes has cleaned up.
         container: the worker's container.
-        overdue: the wait for it ended by a time limit.
+        overdue: which time limit ended the wait for it: `LAUNCH_TIMEOUT` says nothing against a pod that has
+            started since, `DEADLINE` holds for any.
         missing_mount: what its events say of a volume that cannot be mounted; see `missing_mount_of`.
     """
     if pod is None:
@@ -168,9 +169,11 @@ def fate_of(
         return end(Fate.CONFIG_ERROR, missing_mount)
     if status.phase == "Failed":  # without a container's end: it never ran
         return end(Fate.RECLAIMED, status.reason or "it failed before its container started", status.message)
-    if overdue:
-        fate = Fate.LAUNCH_TIMEOUT if status.phase == "Pending" else Fate.DEADLINE
-        return end(fate, unscheduled and f"not scheduled: {unscheduled}", "the time limit is over")
+    if overdue and status.phase == "Pending":
+        reason = unscheduled and f"not scheduled: {unscheduled}"
+        return end(Fate.LAUNCH_TIMEOUT, reason, "the time limit is over")
+    if overdue == Fate.DEADLINE:
+        return end(Fate.DEADLINE, "the time limit is over")
     return end(Fate.RUNNING)
 
 

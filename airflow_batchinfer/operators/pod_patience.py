@@ -109,7 +109,7 @@ class StartWatch:
             raise PodLaunchFailedException("the pod failed before its containers started")
         if phase not in (PodPhase.PENDING, PodPhase.UNKNOWN):
             return True
-        if not self._scheduled and _is_scheduled(pod):
+        if not self._scheduled and _scheduled(pod):
             self._scheduled, self._since, self._asked = True, now, now
         limit = self._startup_timeout if self._scheduled else self._schedule_timeout
         if now - self._since >= limit:
@@ -145,6 +145,12 @@ class StartWatch:
         lasted = now - self._stuck[1]
         if lasted >= self._stuck_timeout or end.message.startswith(_HOPELESS):
             raise PodLaunchTimeoutException(f"the pod is stuck for {lasted:.0f} s: {end.message}")
+
+
+def scheduled_at(pod: k8s.V1Pod) -> datetime | None:
+    """When the pod got its node; none if it has none yet."""
+    condition = _scheduled(pod)
+    return condition.last_transition_time if condition else None
 
 
 def unless_lost(pod: k8s.V1Pod) -> k8s.V1Pod:
@@ -233,8 +239,10 @@ class AsyncPatientPodManager(_Patient, AsyncPodManager):
             return None
 
 
-def _is_scheduled(pod: k8s.V1Pod) -> bool:
-    return any(c.type == "PodScheduled" and c.status == "True" for c in pod.status.conditions or [])
+def _scheduled(pod: k8s.V1Pod) -> k8s.V1PodCondition | None:
+    """The condition that says that it has a node."""
+    conditions = pod.status.conditions or []
+    return next((c for c in conditions if c.type == "PodScheduled" and c.status == "True"), None)
 
 
 def _may_pass(pod: k8s.V1Pod, end: PodEnd) -> bool:

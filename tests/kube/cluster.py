@@ -152,7 +152,7 @@ class Cluster:
         self._try_stuck_pods_again()
 
     def push(self, image: str) -> None:
-        """Somebody pushes an image that was missing."""
+        """Somebody pushes an image that was missing; or the pull of a large one ends."""
         self._images.add(image)
         self._try_stuck_pods_again()
 
@@ -283,6 +283,8 @@ class Cluster:
                 "InvalidImageName",
                 f'Failed to apply default image tag "{image}": invalid reference format',
             )
+        if "large" in image and image not in self._images:  # it is being pulled
+            return "ContainerCreating", ""
         if "missing" in image and image not in self._images:
             return "ImagePullBackOff", f'Back-off pulling image "{image}": not found'
         for source in container.get("envFrom", []):

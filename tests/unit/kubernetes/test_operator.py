@@ -530,6 +530,59 @@ def test_no_node_in_time(task: Callable[..., Task]) -> None:
     assert made.kube.cluster.list("default", lambda _: True) == []
 
 
+def test_a_pod_that_starts_while_its_task_waits_for_a_slot_is_watched_on(
+    task: Callable[..., Task], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from airflow.sdk.exceptions import TaskDeferred
+
+    from tests.kube.cluster import wait_until
+
+    made = task(model=SLOW)
+    made.kube.cluster.hold()
+    given = {"deferrable": True, "schedule_timeout_seconds": 1, "execution_timeout": timedelta(hours=1)}
+    with pytest.raises(TaskDeferred) as deferred:
+        made.operator(**given).execute(made.context())
+    event = first_event(deferred.value.trigger, monkeypatch)
+    assert event["status"] == "timeout"
+    made.kube.cluster.release()
+    wait_until(made.kube.cluster.running)
+
+    with pytest.raises(TaskDeferred) as deferred:
+        made.operator(**given).trigger_reentry(made.context(), event)
+    event = first_event(deferred.value.trigger, monkeypatch)
+    made.operator(**given).trigger_reentry(made.context(), event)
+
+    assert event["status"] == "success"
+    assert made.fates() == ["committed"]
+    assert len(made.kube.cluster.launched) == 1
+
+
+@pytest.mark.parametrize("startup_timeout_seconds", [0, 600])
+def test_a_pod_that_has_just_got_its_node_has_the_time_of_a_start(
+    task: Callable[..., Task], startup_timeout_seconds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from airflow.sdk.exceptions import TaskDeferred
+
+    made = task()
+    made.kube.cluster.hold()
+    given = {
+        "deferrable": True,
+        "schedule_timeout_seconds": 1,
+        "startup_timeout_seconds": startup_timeout_seconds,
+        "image": "large:1",
+    }
+    with pytest.raises(TaskDeferred) as deferred:
+        made.operator(**given).execute(made.context())
+    event = first_event(deferred.value.trigger, monkeypatch)
+    made.kube.cluster.release()
+
+    with pytest.raises(TaskDeferred if startup_timeout_seconds else WorkerLostError) as raised:
+        made.operator(**given).trigger_reentry(made.context(), event)
+
+    if not startup_timeout_seconds:
+        assert "launch_timeout" in str(raised.value)
+
+
 def test_execution_timeout_ends_a_deferred_pod(
     task: Callable[..., Task], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ from airflow_batchinfer.operators.pod_fate import Fate, fate_of
 
 if TYPE_CHECKING:
     from kubernetes import client
+    from kubernetes.client import models as k8s
 
     from tests.kube import KubeServer
 
@@ -44,6 +45,17 @@ def up(kube: KubeServer, api: client.CoreV1Api) -> Any:
 
     wait_until(lambda: api.read_namespaced_pod_log("worker", "default", _preload_content=False).data, 10)
     return kube.cluster.running()[0]
+
+
+def pod_with(**status: Any) -> k8s.V1Pod:
+    """A pod with that status."""
+    from kubernetes.client import models as k8s
+
+    return k8s.V1Pod(
+        metadata=k8s.V1ObjectMeta(name="worker"),
+        spec=k8s.V1PodSpec(containers=[k8s.V1Container(name="base")]),
+        status=k8s.V1PodStatus(**status),
+    )
 
 
 @pytest.mark.parametrize(
@@ -151,12 +163,25 @@ def test_pending_until_a_node_comes(
 
     pending = api.read_namespaced_pod("worker", "default")
     assert fate_of(pending).fate == Fate.RUNNING
-    late = fate_of(pending, overdue=True)
+    late = fate_of(pending, overdue=Fate.LAUNCH_TIMEOUT)
     assert late.fate == Fate.LAUNCH_TIMEOUT
     assert "Insufficient gpu" in late.message
 
     kube.cluster.release()
     assert fate_of(ended(api)).fate == Fate.COMMITTED
+
+
+@pytest.mark.parametrize(
+    ("overdue", "phase", "fate"),
+    [
+        (Fate.LAUNCH_TIMEOUT, "Pending", Fate.LAUNCH_TIMEOUT),
+        (Fate.LAUNCH_TIMEOUT, "Running", Fate.RUNNING),
+        (Fate.DEADLINE, "Pending", Fate.LAUNCH_TIMEOUT),
+        (Fate.DEADLINE, "Running", Fate.DEADLINE),
+    ],
+)
+def test_what_a_time_limit_says_against_a_pod(overdue: Fate, phase: str, fate: Fate) -> None:
+    assert fate_of(pod_with(phase=phase), overdue=overdue).fate == fate
 
 
 @pytest.mark.parametrize(
@@ -190,15 +215,7 @@ def test_pods_that_cannot_start(
     ],
 )
 def test_statuses_without_a_containers_word(status: dict[str, Any], fate: Fate) -> None:
-    from kubernetes.client import models as k8s
-
-    pod = k8s.V1Pod(
-        metadata=k8s.V1ObjectMeta(name="worker"),
-        spec=k8s.V1PodSpec(containers=[k8s.V1Container(name="base")]),
-        status=k8s.V1PodStatus(**status),
-    )
-
-    assert fate_of(pod).fate == fate
+    assert fate_of(pod_with(**status)).fate == fate
 
 
 def test_a_failed_init_container_holds_the_worker_up() -> None:
@@ -208,10 +225,5 @@ def test_a_failed_init_container_holds_the_worker_up() -> None:
     init = k8s.V1ContainerStatus(
         name="fetch-model", image="x", image_id="", ready=False, restart_count=0, state=state
     )
-    pod = k8s.V1Pod(
-        metadata=k8s.V1ObjectMeta(name="worker"),
-        spec=k8s.V1PodSpec(containers=[k8s.V1Container(name="base")]),
-        status=k8s.V1PodStatus(phase="Pending", init_container_statuses=[init]),
-    )
 
-    assert fate_of(pod).fate == Fate.IMAGE_ERROR
+    assert fate_of(pod_with(phase="Pending", init_container_statuses=[init])).fate == Fate.IMAGE_ERROR
