@@ -10,7 +10,10 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from airflow.providers.cncf.kubernetes.backcompat.backwards_compat_converters import convert_env_vars
-from airflow.providers.cncf.kubernetes.operators.pod import KubernetesPodOperator
+from airflow.providers.cncf.kubernetes.operators.pod import (
+    POD_IDENTIFIER_STATE_KEY,
+    KubernetesPodOperator,
+)
 from airflow.providers.cncf.kubernetes.utils.pod_manager import PodLaunchTimeoutException, PodPhase
 from airflow.sdk.exceptions import AirflowException, AirflowFailException, AirflowSkipException
 from kubernetes.client import models as k8s
@@ -24,6 +27,7 @@ from airflow_batchinfer.operators.pod_fate import Fate, PodEnd, fate_of
 from airflow_batchinfer.operators.pod_patience import (
     STUCK_SECONDS,
     PatientPodManager,
+    await_first_answer,
     is_outage,
     outlast_outage,
     scheduled_at,
@@ -41,8 +45,8 @@ if TYPE_CHECKING:
 
 _QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 _WORK_LABEL = "batchinfer-work"
-"""Hash of the pod's shards: Airflow's own labels are the same for a run planned anew, and for another
-Airflow's run of the same DAG and date."""
+"""`ShardWork.identity`: Airflow's own labels are the same for a run planned anew, and for another Airflow's
+run of the same DAG and date."""
 _POD_TROUBLE = (AirflowException, ApiException, HTTPError)
 """What KubernetesPodOperator raises when a pod ends badly, is gone, or cannot be asked."""
 _OWN_DEFAULTS: dict[str, Any] = {
@@ -131,6 +135,7 @@ class BatchInferPodOperator(KubernetesPodOperator):
         self._work: ShardWork | None = None
         self._seen: k8s.V1Pod | None = None
         self._overdue: Fate | None = None
+        self._reached = False  # whether the cluster has ever answered this task
         self._environment: list[k8s.V1EnvVar] = []
 
     # Airflow calls `execute` and `trigger_reentry`; KubernetesPodOperator calls the others.
@@ -142,6 +147,7 @@ class BatchInferPodOperator(KubernetesPodOperator):
         pod's fate otherwise.
         """
         with labelled(context, self.bundle):
+            self._reached = _has_had_a_pod(context)
             work = self._open_work()
             if work.open_shards():
                 self._fill_in(work)
@@ -171,6 +177,7 @@ class BatchInferPodOperator(KubernetesPodOperator):
             work = self._open_work()
             if not self._environment:  # a fresh operator; not so if the pod ended before it was watched
                 self._fill_in(work)
+            self._reached = True
             self._seen, self._overdue = None, _limit_over(event)
             # KubernetesPodOperator's own reading is not patient.
             pod = self._read_pod(event["name"], event["namespace"])
@@ -409,19 +416,31 @@ class BatchInferPodOperator(KubernetesPodOperator):
 
     def _ask(self, question: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function that reads from the API server, and wait for one that does not answer."""
+        patient = outlast_outage if self._reached else await_first_answer
         try:
-            return outlast_outage(question)(*arguments)
+            answer = patient(question)(*arguments)
         except Exception as error:
-            if is_outage(error):
-                raise WorkerLostError(
-                    "the Kubernetes API does not answer; a pod of this task, if there is one, runs on, and "
-                    f"the next try finds it again: {getattr(error, 'reason', None) or error}"
-                ) from error
-            raise
+            if not is_outage(error):
+                raise
+            meaning = (
+                "a pod of this task, if there is one, runs on, and the next try finds it again"
+                if self._reached
+                else "it has never answered this task: check the address and certificate in the connection "
+                "or kubeconfig, and whether Airflow's workers reach it"
+            )
+            reason = getattr(error, "reason", None) or error
+            raise WorkerLostError(f"the Kubernetes API does not answer; {meaning}: {reason}") from error
+        self._reached = True
+        return answer
 
     def _tell_summary(self, work: ShardWork) -> None:
         for line in work.summary():
             self.log.info(line)
+
+
+def _has_had_a_pod(context: Context) -> bool:
+    state = context.get("task_state_store")
+    return state is not None and state.get(POD_IDENTIFIER_STATE_KEY) is not None
 
 
 def _limit_over(event: dict[str, Any]) -> Fate | None:

@@ -10,6 +10,7 @@ API server that is away for a minute costs each task that watches a pod one of i
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from collections.abc import Callable
@@ -46,6 +47,10 @@ API_PATIENCE_SECONDS = 900.0
 """Time for an API server to come back: the upgrade of a managed control plane takes minutes, and its pods run
 on meanwhile. Beyond that a task's retries go on waiting."""
 
+FIRST_PATIENCE_SECONDS = 300.0
+"""The same for a task that never had a pod: there may be no API server at that address, or behind that
+certificate. With the usual two retries a task still outlasts the upgrade of a control plane."""
+
 _NO_EVENTS = "cannot read the events of pod %s, which would tell a missing mount: %s"
 _HOPELESS = ("InvalidImageName", "ErrImageNeverPull")
 
@@ -57,14 +62,19 @@ def is_outage(error: BaseException) -> bool:
     )
 
 
-outlast_outage = tenacity.retry(
+_retry_in_outage = functools.partial(
+    tenacity.retry,
     retry=tenacity.retry_if_exception(is_outage),
     wait=tenacity.wait_exponential(max=15),
-    stop=tenacity.stop_after_delay(API_PATIENCE_SECONDS),
     before_sleep=tenacity.before_sleep_log(logging.getLogger(__name__), logging.WARNING),
     reraise=True,
 )
+
+outlast_outage = _retry_in_outage(stop=tenacity.stop_after_delay(API_PATIENCE_SECONDS))
 """Decorator of a function, async or not, that only reads: calls it again while `is_outage`."""
+
+await_first_answer = _retry_in_outage(stop=tenacity.stop_after_delay(FIRST_PATIENCE_SECONDS))
+"""The same, for an API server that may not be there at all."""
 
 
 class StartWatch:

@@ -328,6 +328,7 @@ def test_an_outage_of_the_api_server_fails_no_launch(task: Callable[..., Task], 
     with pytest.raises(TaskDeferred) if deferrable else nullcontext():
         made.operator(deferrable=deferrable).execute(made.context())
 
+    assert made.kube.outage == 0
     assert len(made.kube.cluster.launched) == 1
 
 
@@ -345,6 +346,7 @@ def test_an_outage_when_the_trigger_has_seen_the_end(task: Callable[..., Task]) 
     event = {"status": "success", "name": made.kube.cluster.launched[0], "namespace": "default"}
     made.operator(deferrable=True).trigger_reentry(made.context(), event)
 
+    assert made.kube.outage == 0
     assert made.fates() == ["committed"]
 
 
@@ -360,6 +362,29 @@ def test_an_outage_beyond_all_patience_is_retried_by_name(
     event = {"status": "error", "name": "pod", "namespace": "default", "message": "no answer"}
     with pytest.raises(WorkerLostError, match=r"the Kubernetes API does not answer.*Service Unavailable"):
         made.operator(deferrable=True).trigger_reentry(made.context(), event)
+
+
+@pytest.mark.parametrize(
+    ("had_a_pod", "patience", "meaning"),
+    [
+        (False, "await_first_answer", "it has never answered this task: check the address"),
+        (True, "outlast_outage", "a pod of this task, if there is one, runs on"),
+    ],
+)
+def test_an_address_that_never_answered_has_less_patience(
+    task: Callable[..., Task], had_a_pod: bool, patience: str, meaning: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from airflow_batchinfer.operators import infer_kubernetes
+
+    made = task()
+    if had_a_pod:
+        made.state.set("pod_identifier", {"name": "pod", "namespace": "default"})
+    made.kube.url = "http://127.0.0.1:9"  # nobody listens
+    made.kube.write_kubeconfig(made.kubeconfig)
+    monkeypatch.setattr(infer_kubernetes, patience, lambda question: question)  # with the other it waits
+
+    with pytest.raises(WorkerLostError, match=f"does not answer; {meaning}.*refused"):
+        made.operator().execute(made.context())
 
 
 def test_a_dead_pod_is_never_taken_up(task: Callable[..., Task]) -> None:
