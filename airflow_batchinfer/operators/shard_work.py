@@ -72,8 +72,9 @@ class ShardWork:
         return cls(store, plan, shards)
 
     def identity(self) -> str:
-        """16 hexadecimal digits that no other bundle has, whatever its store, run and generation."""
-        what = [self.store.uri, self.plan.folder, self.shards]
+        """16 hexadecimal digits that no other bundle has, whatever its store, run and plan: a run that was
+        deleted and is split again has the folder that it had."""
+        what = [self.store.uri, self.plan.folder, self.plan.epoch, self.shards]
         return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
 
     def commit(self, shard: int) -> Commit | None:

@@ -31,6 +31,19 @@ def test_refuses_a_bundle_of_another_split(bundle, change):
         ShardWork.open(bundle | change)
 
 
+def test_a_bundle_is_known_by_its_plan_and_shards(tmp_path):
+    """A run that was deleted and is split again has the same folder, shards and row counts."""
+
+    def identities():
+        plan = plan_run(job(tmp_path), [["a", "b"], ["c"]])
+        bundles = bundles_of(LocalStore(tmp_path), plan, max_tasks=1024)
+        return [ShardWork.open(b).identity() for b in (*bundles, *bundles)]
+
+    before, after = identities(), identities()
+    assert before[:2] == before[2:]
+    assert len({*before, *after}) == 4
+
+
 def test_news_of_a_store_that_cannot_be_read_harm_nobody(bundle, monkeypatch):
     """They are for the log only, and whoever tells them watches over a worker that may be fine."""
     work = ShardWork.open(bundle)
