@@ -25,6 +25,7 @@ from airflow_batchinfer.operators import pod_shape
 from airflow_batchinfer.operators.bundle import Bundle
 from airflow_batchinfer.operators.pod_fate import Fate, PodEnd, fate_of
 from airflow_batchinfer.operators.pod_patience import (
+    API_PATIENCE_SECONDS,
     STUCK_SECONDS,
     PatientPodManager,
     await_first_answer,
@@ -290,6 +291,11 @@ class BatchInferPodOperator(KubernetesPodOperator):
             self.termination_grace_period = said.termination_grace_period_seconds
         if self.termination_grace_period is None:
             self.termination_grace_period = pod_shape.grace_seconds(spec)
+        if self.active_deadline_seconds is None:
+            self.active_deadline_seconds = said.active_deadline_seconds
+        if self.active_deadline_seconds is None and self.execution_timeout is not None:
+            # Airflow's own end comes first. A pod that nobody can end any more ends by itself.
+            self.active_deadline_seconds = int(self.execution_timeout.total_seconds() + API_PATIENCE_SECONDS)
         if self.store_secret is not None:
             reference = k8s.V1SecretEnvSource(name=self.store_secret)
             self.env_from = [*self.env_from, k8s.V1EnvFromSource(secret_ref=reference)]

@@ -263,6 +263,7 @@ def test_airflows_role_suffices(task: Callable[..., Task]) -> None:
     at_half_way(made, made.kube.cluster.reclaim)
 
     made.operator().execute(made.context())
+    assert made.fates() == ["reclaimed", "committed"]
 
     path = ROOT / "docker" / "kubernetes" / "airflow-rbac.yaml"
     (role,) = (o for o in yaml.safe_load_all(path.read_text()) if o["kind"] == "Role")
@@ -660,6 +661,33 @@ def test_the_pod_has_what_the_plan_decides(task: Callable[..., Task]) -> None:
     assert container.termination_message_policy == "FallbackToLogsOnError"
     assert pod.spec.affinity.node_affinity.preferred_during_scheduling_ignored_during_execution
     assert "nvidia.com/gpu" in {t.key for t in pod.spec.tolerations}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "deadline"),
+    [
+        ({}, None),
+        ({"execution_timeout": timedelta(hours=2)}, 2 * 3600 + 900),
+        ({"execution_timeout": timedelta(hours=2), "active_deadline_seconds": 60}, 60),
+        (
+            {
+                "execution_timeout": timedelta(hours=2),
+                "pod_template_dict": {
+                    "spec": {"activeDeadlineSeconds": 60, "containers": [{"name": "base"}]},
+                },
+            },
+            60,
+        ),
+    ],
+)
+def test_a_pod_that_nobody_can_end_any_more_ends_by_itself(
+    task: Callable[..., Task], arguments: dict[str, Any], deadline: int | None
+) -> None:
+    made = task()
+    operator = made.operator(**arguments)
+    operator._fill_in(operator._open_work())
+
+    assert operator.build_pod_request_obj(made.context()).spec.active_deadline_seconds == deadline
 
 
 TEMPLATE = {
