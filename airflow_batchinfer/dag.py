@@ -45,7 +45,7 @@ class PipelineOptions:
     pool_slots: int = 1
     """Slots that one infer task takes in the pool."""
     retries: int = 2
-    """Retries of each task, after a failure that may pass."""
+    """Retries of each task, after a failure that may pass; whatever the DAG's `default_args` say."""
     retry_delay: timedelta = timedelta(seconds=30)
     """Wait before the first retry; each next wait is twice as long."""
     store_conn_id: str | None = None
@@ -57,7 +57,8 @@ class PipelineOptions:
     approval_arguments: Mapping[str, Any] = field(default_factory=dict)
     """Of the request for a person's approval: `response_timeout`, `notifiers`, `assigned_users`."""
     infer_arguments: Mapping[str, Any] = field(default_factory=dict)
-    """More arguments of the infer operator: `worker_env`, `queue`, `execution_timeout` and so on."""
+    """More arguments of the infer operator: `worker_env`, `queue`, `execution_timeout` and so on. They win
+    over `pool`, `retries` and the like."""
 
     def parallel_shards(self, job: JobSpec | None) -> int:
         """Infer tasks at once in one run of a job, which is none if it is known only when the run starts."""
@@ -201,7 +202,8 @@ def replay_dead_letters(
 def _build_tasks(
     spec: SpecSource, job: JobSpec | None, options: PipelineOptions, *, refuse_unknown_conf: bool
 ) -> None:
-    """Make the tasks in the open DAG or task group. The trigger rules carry promise 5."""
+    """Make the tasks in the open DAG or task group. The trigger rules carry promise 5: each task after split
+    names its own, as `default_args` may hold another."""
     patient = _patient(options)
     pilot_first = options.pilot if options.pilot is not None else bool(job and job.pilot)
     if options.approval_arguments and not pilot_first:
@@ -264,7 +266,7 @@ def _build_rest(
     # The judge is skipped if the job turns out to have none.
     after_judge = TriggerRule.NONE_FAILED if judge else TriggerRule.ALL_SUCCESS
     validate = ValidateOperator(task_id="validate", trigger_rule=after_judge, **on_run)
-    merge = MergeOperator(task_id="merge", **on_run)
+    merge = MergeOperator(task_id="merge", trigger_rule=TriggerRule.ALL_SUCCESS, **on_run)
     report = ReportOperator(task_id="report", trigger_rule=TriggerRule.ALL_DONE, **on_run)
     gate = GateOperator(task_id="gate", trigger_rule=TriggerRule.ALL_DONE, **on_run)
     chain(infer, reconcile, *judge, validate, merge, report, gate)
@@ -275,7 +277,12 @@ def _judge(planner: BaseOperator, job: JobSpec | None, options: PipelineOptions)
     if not _is_judged(job, options):
         return []
     patient = _patient(options)
-    prepare = PrepareJudgeOperator(task_id="prepare_judge", split_task_id=planner.task_id, **patient)
+    prepare = PrepareJudgeOperator(
+        task_id="prepare_judge",
+        trigger_rule=TriggerRule.ALL_SUCCESS,
+        split_task_id=planner.task_id,
+        **patient,
+    )
     return [prepare, _infer(options, job, "judge", prepare, patient)]
 
 
@@ -287,16 +294,15 @@ def _infer(
     patient: Mapping[str, Any],
 ) -> Any:
     """The mapped infer task over the bundles that another task returns."""
-    placement = {"pool": options.pool, "pool_slots": options.pool_slots} if options.pool else {}
+    pool = {"pool": options.pool, "pool_slots": options.pool_slots} if options.pool else {}
     infer = (
         _infer_operator(options.runtime)
         .partial(
             task_id=task_id,
             map_index_template=f"{{{{ {LABEL_VARIABLE} }}}}",
+            trigger_rule=TriggerRule.ALL_SUCCESS,
             max_active_tis_per_dagrun=options.parallel_shards(job),
-            **patient,
-            **placement,
-            **options.infer_arguments,
+            **{**patient, **pool, **options.infer_arguments},
         )
         .expand(bundle=bundles.output)
     )

@@ -146,6 +146,54 @@ def test_task_group_in_somebodys_dag(build):
     assert dag.get_task("llm.gate").split_task_id == "llm.split"
 
 
+def test_two_jobs_in_one_dag(build):
+    from airflow.sdk import DAG, TaskGroup
+
+    with DAG("mine") as dag:
+        first = build(FIELDS, group_id="first")
+        with TaskGroup("outer"):
+            first >> build({**FIELDS, "name": "other"}, group_id="second")
+    assert dag.get_task("first.gate").downstream_task_ids == {"outer.second.split"}
+    for group in ("first", "outer.second"):
+        assert dag.get_task(f"{group}.gate").split_task_id == f"{group}.split"
+        assert dag.get_task(f"{group}.infer").upstream_task_ids == {f"{group}.split"}
+
+
+def test_default_args_place_the_tasks_and_leave_the_trigger_rules(build):
+    """A DAG's default rule `all_done` would have merge publish, and infer run, what did not pass."""
+    from airflow.sdk import DAG
+
+    job = {**FIELDS, "pilot": {"rows": 20}, "judge": JUDGE}
+    defaults = {"pool": "cpu", "queue": "batch", "owner": "ada", "trigger_rule": "all_done"}
+    with DAG("mine", default_args=defaults) as dag:
+        build(job, group_id="llm", pool="gpus")
+    plain = build(job)
+    for task in dag.tasks:
+        name = task.task_id.removeprefix("llm.")
+        assert (task.queue, task.owner) == ("batch", "ada"), name
+        assert task.pool == ("gpus" if name in ("pilot", "infer", "judge") else "cpu"), name
+        if name != "split":
+            assert task.trigger_rule == plain.get_task(name).trigger_rule, name
+
+
+def test_infer_arguments_win(build):
+    arguments = {"retries": 9, "pool": "large", "queue": "gpu"}
+    infer = build(FIELDS, pool="gpus", infer_arguments=arguments).get_task("infer").partial_kwargs
+    assert {name: infer[name] for name in arguments} == arguments
+
+
+def test_a_mapped_task_group_is_refused(build):
+    """Airflow maps no task within a mapped group; the file's import error says so."""
+    from airflow.sdk import DAG, task_group
+
+    @task_group
+    def each(name):
+        build(FIELDS, group_id="llm")
+
+    with DAG("mine"), pytest.raises(NotImplementedError, match="expansion in an expanded task group"):
+        each.expand(name=["a", "b"])
+
+
 def test_arguments_that_do_not_fit(build):
     from airflow.sdk import DAG
 
