@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 import pytest
 
@@ -123,6 +124,12 @@ class PodRun:
             return not left
 
         wait_until(all_struck, 450)  # a model on a busy machine starts slowly
+
+    def all_deferred_half_way(self) -> bool:
+        """Whether each shard's task is watched by the triggerer, and some of its rows are durable."""
+        states = self.airflow.states(self.dag_id, self.run_id)
+        deferred = [name for name, state in states.items() if state == "deferred"]
+        return len(deferred) == SHARDS and all(self.parts(shard) for shard in range(SHARDS))
 
     def rows_in_parts(self, shard: int) -> Counter[int]:
         import pyarrow.parquet as pq
@@ -325,6 +332,31 @@ def retry_reasons(stack: AirflowStack, run: PodRun) -> list[str]:
         return [reason for (reason,) in database.execute(query, (run.run_id,))]
 
 
+def test_a_person_who_ends_tasks_or_their_run_ends_the_pods(
+    airflow: AirflowApi, kube: KubeServer, job: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    from tests.kube.cluster import wait_until
+
+    fields = job(str(tmp_path / "store"), "ended")
+    fields["model"]["engine"]["delay_seconds"] = 3.0
+    run = PodRun(airflow, kube, "deferred_pod_job", fields)
+    path = f"/dags/{run.dag_id}/dagRuns/{quote(run.run_id, safe='')}"
+
+    wait_until(run.all_deferred_half_way, 120)
+    airflow.set_state(run.dag_id, run.run_id, "infer", "success", 0)
+    airflow.set_state(run.dag_id, run.run_id, "infer", "failed", 1)
+    wait_until(lambda: not run.pod_of(0) and not run.pod_of(1), 120)
+    assert all(run.pod_of(shard) for shard in (2, 3))
+    airflow.call("PATCH", path, json={"state": "failed"})
+    wait_until(lambda: not kube.cluster.running(), 120)
+    assert len(run.pods) == SHARDS
+
+    airflow.clear(run.dag_id, run.run_id, ["infer"], only_failed=False)  # a forged success, too
+    assert run.wait() == "success"
+    assert_each_row_once(run)
+    assert len(run.pods) == 2 * SHARDS
+
+
 def test_pods_outlive_scheduler_and_triggerer(
     airflow: AirflowApi,
     airflow_stack: AirflowStack,
@@ -338,12 +370,7 @@ def test_pods_outlive_scheduler_and_triggerer(
     fields["model"]["engine"]["delay_seconds"] = 3.0  # beyond the restart
     run = PodRun(airflow, kube, "deferred_pod_job", fields)
 
-    def all_half_way() -> bool:
-        states = airflow.states(run.dag_id, run.run_id)
-        deferred = [name for name, state in states.items() if state == "deferred"]
-        return len(deferred) == SHARDS and all(run.parts(shard) for shard in range(SHARDS))
-
-    wait_until(all_half_way, 120)
+    wait_until(run.all_deferred_half_way, 120)
     airflow_stack.crash("scheduler", "triggerer")
 
     assert run.wait() == "success"
