@@ -169,6 +169,7 @@ def test_a_run_that_turns_bad_is_stopped_and_resumes(airflow, airflow_store, gat
     assert "airflow_batchinfer resume" in airflow.log("any_job", run_id, "gate")
     assert run.document(run.layout.report("json"))["status"] == "stopped"
     kept = {row for shard in run.plan.shards for row in run.rows_in_parts(shard.shard)}
+    assert kept
 
     clear_stop(run.store, run.plan.folder)
     while airflow.clear("any_job", run_id) and airflow.wait("any_job", run_id) == "failed":

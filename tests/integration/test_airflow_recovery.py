@@ -74,7 +74,7 @@ def test_clearing_what_failed_resumes_from_the_parts(airflow, airflow_store, slo
     assert "the worker was killed by SIGKILL" in airflow.log("any_job", run_id, "infer", 1)
     durable = run.rows_in_parts(1)
     assert 0 < len(durable) < 14
-    assert "1" in airflow.log("any_job", run_id, "reconcile")
+    assert "shard 1: no commit; the last attempt" in airflow.log("any_job", run_id, "reconcile")
     assert (run.folder / "report.html").exists(), "a failed run needs its report most"
     failed = next(t for t in airflow.tasks("any_job", run_id) if t["map_index"] == 1)
     assert failed["rendered_map_index"].startswith("shard 0001 · 14 rows · ")
@@ -110,9 +110,10 @@ def test_a_task_state_is_no_proof(airflow, airflow_store, slow_job):
     assert airflow.wait("any_job", run_id) == "failed"
     states = airflow.states("any_job", run_id)
     assert (states["infer[1]"], states["reconcile"], states["gate"]) == ("success", "failed", "failed")
-    assert "infer" in airflow.log("any_job", run_id, "reconcile"), "says what to clear"
-    problems = " ".join(run.ledger["problems"])
-    assert "shard 1" in problems or "shard 0001" in problems
+    remedy = "clear the `infer` task whose label names shard 0001, with its downstream tasks"
+    assert remedy in airflow.log("any_job", run_id, "reconcile")
+    (problem,) = run.ledger["problems"]
+    assert problem.startswith("shard 1: no commit")
 
     airflow.clear("any_job", run_id, [["infer", 1]], only_failed=False)
     assert airflow.wait("any_job", run_id) == "success"

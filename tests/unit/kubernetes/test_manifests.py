@@ -26,7 +26,9 @@ def test_manifests_fit_the_clients_types(path: Path) -> None:
 
     from tests.kube.server import checked
 
-    for found in objects(path):
+    manifests = objects(path)
+    assert manifests
+    for found in manifests:
         assert found["apiVersion"]
         assert found["metadata"]["name"]
         kind = f"V1{found['kind']}"
@@ -63,6 +65,7 @@ def test_what_dockerfiles_copy_exists(name: str) -> None:
     lines = (DOCKER / f"{name}.Dockerfile").read_text().splitlines()
     copied = [word for line in lines if line.startswith("COPY") for word in line.split()[1:-1]]
 
+    assert "airflow_batchinfer" in copied
     for source in copied:
         assert source.startswith("--") or (DOCKER.parent / source).exists(), source
 
