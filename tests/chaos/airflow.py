@@ -32,6 +32,8 @@ _SHARD_ROWS = 36
 _PART_ROWS = 4
 _SLOW = {"delay_seconds": 1.0, "max_in_flight": 2}
 """Two rows a second and shard: a shard outlasts the start of the others, and a fault."""
+_ROWS_BY_HEARTBEAT = 10
+"""At this pace, in the five seconds between two heartbeats of a task."""
 _SETTINGS = {
     "PYTHONPATH": str(ROOT),
     # A new scheduler takes its predecessor for dead after 30 seconds, and looks after 10 more, not after 300.
@@ -71,8 +73,8 @@ def airflow_cases() -> Iterator[Case]:
         ),
     )
     for what, then, crash in crashes:
-        # Only a scheduler that is started again while tasks run on lets two attempts at a shard run at once.
-        beside = _SHARDS * 4 * _SHARD_ROWS if what == "the scheduler alone" else 0
+        # Tasks that run on while they are started again pay until Airflow refuses their next heartbeat.
+        beside = _SHARDS * _ROWS_BY_HEARTBEAT if what == "the scheduler alone" else 0
         yield Case(f"Airflow: SIGKILL of {what}", f"{point}; {then}", (crash,), most_beside=beside)
     yield Case(
         "Airflow: a task's state forced to success",
