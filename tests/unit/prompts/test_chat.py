@@ -22,7 +22,9 @@ DROPS_EMPTY = "{% for m in messages %}{% if m.content %}*{{ m.content }}{% endif
 TRIMS_THE_WHOLE = "{% for m in messages %}{{ (m.role ~ ': ' ~ m.content) | trim }}{% endfor %}"
 SHOUTS = "{% for m in messages %}{{ m.content.upper() }}{% endfor %}"
 LOOPS = """{%- set text = messages[-1].content -%}
-{%- for i in range(99999) if "round" in text %}{% for j in range(99999) %}{% endfor %}{% endfor -%}
+{%- if "round" in text -%}
+{%- for i in range(99999) -%}{%- for j in range(99999) -%}{%- endfor -%}{%- endfor -%}
+{%- endif -%}
 {%- if "much" in text %}{{ text * 9999999 }}{% endif -%}
 {{ text }}"""
 DUMPS = "{% for m in messages %}{{ m | tojson }}{{ none }}{{ nothing }}{% break %}{% endfor %}"
