@@ -12,7 +12,7 @@ import io
 import json
 import shutil
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -23,6 +23,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv as pc_csv
+import pyarrow.dataset as ds
 import pyarrow.fs
 import pyarrow.parquet as pq
 from deltalake import DeltaTable
@@ -49,6 +50,9 @@ _JSON_ROWS = 2_048
 
 _STRUCTURES = 100_000
 """Lines' structures that are remembered, so as not to be merged again and again."""
+
+_CHECKED = ds.ParquetFragmentScanOptions(page_checksum_verification=True)
+"""For datasets: pages whose writer gave them a checksum are held against it."""
 
 _NUMBERS = frozenset({"UBIGINT", "BIGINT", "HUGEINT", "DOUBLE"})
 """DuckDB's names of a JSON number's type."""
@@ -137,8 +141,8 @@ class ParquetReader(_Files):
                 self._check(file.schema_arrow, wanted, found.identity.uri)
                 try:
                     with arrow_reads(found.identity.uri):
-                        for batch in file.iter_batches(batch_rows(file.metadata), columns=list(columns)):
-                            batch.validate(full=True)  # a flipped byte may leave text that is no UTF-8
+                        batches = file.iter_batches(batch_rows(file.metadata), columns=list(columns))
+                        for batch in _whole(batches, file.metadata):
                             yield batch.select(list(columns)).cast(wanted)
                 except UNREADABLE as error:
                     raise InputError(
@@ -153,7 +157,11 @@ class ParquetReader(_Files):
             with arrow_reads(uri):
                 # No pre-buffering: it would hold a whole row group's bytes at once.
                 file = pq.ParquetFile(
-                    f"{root}/{found.key}", filesystem=filesystem, pre_buffer=False, buffer_size=1024 * 1024
+                    f"{root}/{found.key}",
+                    filesystem=filesystem,
+                    pre_buffer=False,
+                    buffer_size=1024 * 1024,
+                    page_checksum_verification=True,
                 )
         except UNREADABLE as error:
             raise InputError(
@@ -207,15 +215,15 @@ class DeltaReader:
         for fragment in self._fragments:
             try:
                 with arrow_reads(self.files[0].uri):
-                    for batch in fragment.to_batches(
+                    batches = fragment.to_batches(
                         schema=self.schema,
                         columns=list(columns),
                         batch_size=batch_rows(fragment.metadata),
                         batch_readahead=1,
                         fragment_readahead=0,
-                    ):
-                        batch.validate(full=True)
-                        yield batch
+                        fragment_scan_options=_CHECKED,
+                    )
+                    yield from _whole(batches, fragment.metadata)
             except UNREADABLE as error:
                 raise InputError(
                     f"{self.files[0].uri}: {fragment.path} is damaged, or a vacuum has removed it: "
@@ -226,6 +234,20 @@ class DeltaReader:
         """See `Reader.unchanged`."""
         # The version is pinned and a table's files never change; a vacuum shows as a missing file.
         return True
+
+
+def _whole(batches: Iterable[pa.RecordBatch], metadata: pq.FileMetaData) -> Iterator[pa.RecordBatch]:
+    """A Parquet file's batches, none of them damaged and none missing.
+
+    Raises `pyarrow.ArrowInvalid`: a flipped byte may leave text that is no UTF-8, or hide a page.
+    """
+    rows = 0
+    for batch in batches:
+        batch.validate(full=True)
+        rows += batch.num_rows
+        yield batch
+    if rows != metadata.num_rows:
+        raise pa.ArrowInvalid(f"it says that it has {metadata.num_rows} rows, and {rows} can be read")
 
 
 class CsvReader(_Files):
@@ -257,7 +279,7 @@ class CsvReader(_Files):
             with self._open(file, delimiter, names) as reader:
                 try:
                     with arrow_reads(uri):
-                        for batch in reader:
+                        for batch in _without_last_line(reader):
                             yield batch.select(list(columns))
                 except UNREADABLE as error:
                     raise InputError(
@@ -276,7 +298,7 @@ class CsvReader(_Files):
                 arrow_reads(uri),
                 filesystem.open_input_stream(f"{root}/{file.key}", compression=file.compression) as stream,
                 pc_csv.open_csv(
-                    stream,
+                    stream if names is None else pa.PythonFile(_WithLastLine(stream, delimiter, len(names))),
                     # Threads would lose the line's number in messages.
                     pc_csv.ReadOptions(use_threads=False, block_size=MAX_LINE_BYTES if names else 1 << 20),
                     pc_csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
@@ -286,6 +308,42 @@ class CsvReader(_Files):
                 yield reader
         except UNREADABLE as error:
             raise InputError(f"{uri} cannot be read as CSV: {_first_line(error)}") from error
+
+
+class _WithLastLine(io.RawIOBase):
+    """A CSV stream with one more record at its end, of empty cells.
+
+    Arrow takes what a quotation mark opens and nothing closes for a cell, up to the end of the file: then
+    this record is in it.
+    """
+
+    def __init__(self, stream: pa.NativeFile, delimiter: str, columns: int) -> None:
+        self._stream = stream
+        self._left = b"\n" + delimiter.join(['""'] * columns).encode() + b"\n"
+
+    def read(self, size: int = -1) -> bytes:
+        """Up to `size` bytes; fewer only at the end."""
+        data: bytes = self._stream.read(size)
+        if len(data) < size:
+            more, self._left = self._left[: size - len(data)], self._left[size - len(data) :]
+            data += more
+        return data
+
+
+def _without_last_line(reader: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """All records but the one that `_WithLastLine` adds. Raises `pyarrow.ArrowInvalid` if it is not there."""
+    held: pa.RecordBatch | None = None
+    for batch in reader:
+        if batch.num_rows:
+            if held is not None:
+                yield held
+            held = batch
+    last = [] if held is None else held.slice(held.num_rows - 1).to_pylist()
+    if any(cell for record in last for cell in record.values()):
+        start = next(iter(last[0].values()))[:60]
+        raise pa.ArrowInvalid(f"a quotation mark is never closed, in the record that begins with {start!r}")
+    if held is not None:
+        yield held.slice(0, held.num_rows - 1)
 
 
 class JsonlReader(_Files):
@@ -359,9 +417,12 @@ class JsonlReader(_Files):
                     seen.clear()
                 seen.add(text)
                 try:
-                    merged = _merge("NULL" if merged is None else merged, _open(json.loads(text)))
+                    line = _open(json.loads(text))
                 except RecursionError:
                     return "JSON"
+                if line == "NULL":  # a line without an object; inside one, it would fit anything
+                    return "JSON"
+                merged = line if merged is None else _merge(merged, line)
         return merged
 
     def _checked(self, structure: Any, found: FoundFile, path: Path) -> dict[str, Any]:
