@@ -197,8 +197,9 @@ class FaultyEngine(InstantEngine):
     killed · `<<twice>>` two answers · `<<blank>>` spaces for an answer · `<<empty>>` an empty one ·
     `<<none>>` one without a text · `<<invalid N>>` breaks its first N answers · `<<transient N>>` N
     transient errors first · `<<throttle N>>` the same with a wait asked for · `<<refuse>>` a final error ·
-    `<<grammar>>` a grammar error · `<<abort>>` finish reason `abort` · `<<length>>` cut off by `max_tokens` ·
-    `<<utf8>>` a lone surrogate · `<<killworker>>` SIGKILL to the worker itself.
+    `<<overlong>>` it does not fit · `<<grammar>>` a grammar error · `<<abort>>` finish reason `abort` ·
+    `<<length>>` cut off by `max_tokens` · `<<utf8>>` a lone surrogate · `<<killworker>>` SIGKILL to the
+    worker itself.
     """
 
     def __init__(self, spec: JobSpec) -> None:
@@ -260,6 +261,8 @@ class FaultyEngine(InstantEngine):
                 ]
             case "refuse":
                 return [RequestFailure(key, Reason.ENGINE_REFUSED, "no")]
+            case "overlong":
+                return [RequestFailure(key, Reason.OVER_LONG, "longer than the context")]
             case "grammar":
                 return [RequestFailure(key, Reason.GRAMMAR_REJECTED, "no such grammar")]
             case "abort":

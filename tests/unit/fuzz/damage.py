@@ -8,6 +8,9 @@ from typing import Any
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
+_USUAL_EXAMPLES = 100
+"""Hypothesis's own number, and the repeatable profile's."""
+
 NASTY = (
     *(b"\x00", b"\xef\xbb\xbf", b"\r", b"\r\n", b"\n", b"\xff\xfe", b"\xed\xa0\x80", b"\xc3", b"\x1f\x8b"),
     *(b'"', b"'", b"{", b"}", b"[", b"]", b",", b":", b"\\", b"\t", b"- ", b"&a [*a]", b"!!set {a}"),
@@ -18,8 +21,12 @@ NASTY = (
 
 
 def fuzzed(examples: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Settings: so many examples, no deadline (tests assert no time; a hang is `pytest`'s to end)."""
-    return settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
+    """Settings: so many examples, or more in a profile that draws more, and no deadline.
+
+    Tests assert no time; a test that hangs is ended by pytest.
+    """
+    in_profile = examples * settings.default.max_examples // _USUAL_EXAMPLES
+    return settings(max_examples=in_profile, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @st.composite
