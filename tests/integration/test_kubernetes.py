@@ -244,6 +244,7 @@ MODEL_ROWS = 64
 
 
 @pytest.mark.mishaps
+@pytest.mark.timeout(3600)
 def test_the_true_model_survives(
     airflow: AirflowApi,
     kube: KubeServer,
