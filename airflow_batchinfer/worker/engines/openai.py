@@ -43,6 +43,8 @@ _PERHAPS_THE_ROW = frozenset({500, 502, 504})
 _BUSY_ATTEMPTS = 8
 _LONGEST_WAIT = 300.0
 """Seconds; a `Retry-After` beyond this is cut to it."""
+_MOST_TOKENS = 100_000_000
+"""More than any context holds; a part's columns hold the sum over a row's attempts."""
 _CREDENTIALS = frozenset({401, 403})
 _ABOUT_COUNTING = frozenset({"max_model_len", "tokenizer_revision"})
 """Arguments under `model.engine` that say how prompts are counted here: no field of a request."""
@@ -237,10 +239,10 @@ class OpenAIEngine:
 
     def _completion(self, key: str, answer: dict[str, Any]) -> Answer:
         usage = answer.get("usage") or {}
-        prompt_tokens, output_tokens = usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0
+        prompt_tokens, output_tokens = _count(usage, "prompt_tokens"), _count(usage, "completion_tokens")
         self._tokens_made += prompt_tokens + output_tokens + 1
         if isinstance(self._spec.task, EmbedTask):
-            vector = answer["data"][0]["embedding"]
+            vector = _vector(answer["data"][0]["embedding"])
             if self._spec.task.normalize:
                 vector = _normalized(vector)
             return Completion(key, vector=vector, finish_reason="stop", prompt_tokens=prompt_tokens)
@@ -255,14 +257,15 @@ class OpenAIEngine:
                 transient=not refused,
             )
         text = choice["message"].get("content") if "message" in choice else choice.get("text")
-        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        if not isinstance(text, str | None):
+            raise TypeError(f"the answer's content is a {type(text).__name__}, not text")
         return Completion(
             key,
             text=text or "",
             finish_reason=reason,
             prompt_tokens=prompt_tokens,
             output_tokens=output_tokens,
-            cached_tokens=cached,
+            cached_tokens=_count(usage.get("prompt_tokens_details") or {}, "cached_tokens"),
         )
 
     def _refusal(self, key: str, response: httpx.Response, wait: float | None) -> Answer | EngineDied:
@@ -472,7 +475,20 @@ def _retry_after(response: httpx.Response) -> float | None:
             seconds = parsedate_to_datetime(value).timestamp() - time.time()
         except ValueError:
             return None
-    return min(max(seconds, 0.0), _LONGEST_WAIT)
+    return None if math.isnan(seconds) else min(max(seconds, 0.0), _LONGEST_WAIT)
+
+
+def _count(usage: dict[str, Any], name: str) -> int:
+    """A number of tokens by its name in `usage`; 0 where the server gives none, or one that cannot be."""
+    count = usage.get(name)
+    return count if type(count) is int and 0 <= count <= _MOST_TOKENS else 0
+
+
+def _vector(embedding: Any) -> list[float]:
+    """An embedding as it came. Raises `TypeError`, `OverflowError`: it is no list of numbers."""
+    if not isinstance(embedding, list) or not all(isinstance(x, int | float) for x in embedding):
+        raise TypeError("the embedding is no list of numbers")
+    return [float(x) for x in embedding]
 
 
 def _normalized(vector: list[float]) -> list[float]:
