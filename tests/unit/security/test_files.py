@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from airflow_batchinfer.errors import SpecError, StoreError
 from airflow_batchinfer.run.layout import RunLayout, run_dir
-from airflow_batchinfer.spec import JobSpec
+from airflow_batchinfer.spec import InputSpec, JobSpec
 from airflow_batchinfer.spec_files import load_spec
 from airflow_batchinfer.store import LocalStore, Store, open_store
 from airflow_batchinfer.yaml_text import MAX_CHARACTERS, parse_yaml
@@ -123,6 +124,57 @@ def test_no_key_leaves_the_store(store: Store, key: str, tmp_path: Path) -> None
         with pytest.raises(StoreError, match="leaves the store"):
             call()
     assert source.exists()
+
+
+def test_a_link_in_the_store_is_replaced_or_removed_and_what_it_leads_to_stays(tmp_path: Path) -> None:
+    """Whoever may write into the store can put a link there; our own rights must not carry through it."""
+    outside, store = tmp_path / "outside", LocalStore(tmp_path / "store")
+    outside.write_bytes(b"theirs")
+    source = tmp_path / "source"
+    source.write_bytes(b"ours")
+    calls: list[Any] = [
+        lambda key: store.write_bytes(key, b"ours"),
+        lambda key: store.put_file(source, key),
+        lambda key: store.delete(key),
+    ]
+    for number, call in enumerate(calls):
+        link = tmp_path / "store" / "job" / f"{number}"
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(outside)
+        call(f"job/{number}")
+        assert not link.is_symlink()
+    assert outside.read_bytes() == b"theirs"
+    assert [info.key for info in store.list("job")] == ["job/0", "job/1"]
+    assert store.read_bytes("job/0") == store.read_bytes("job/1") == b"ours"
+
+
+def test_nothing_behind_a_linked_folder_is_listed_or_removed(tmp_path: Path) -> None:
+    """What removes a run removes what the store lists."""
+    outside, store = tmp_path / "outside", LocalStore(tmp_path / "store")
+    store.write_bytes("job/runs/run/plan.json", b"x")
+    outside.mkdir()
+    (outside / "theirs").write_bytes(b"theirs")
+    (outside / ".tmp-theirs").write_bytes(b"theirs")
+    (tmp_path / "store" / "job" / "runs" / "run" / "shards").symlink_to(outside)
+    assert [info.key for info in store.list("job")] == ["job/runs/run/plan.json"]
+    assert store.remove_unfinished("job", timedelta(0)) == 0
+    assert sorted(path.name for path in outside.iterdir()) == [".tmp-theirs", "theirs"]
+
+
+def test_an_input_folder_is_read_through_links_to_files_as_any_tool_reads_it(tmp_path: Path) -> None:
+    """The input is what the job's author names; a linked file is part of it, under the link's name."""
+    pytest.importorskip("deltalake")
+    from airflow_batchinfer.pipeline.inputs import FoundTable, find_input
+
+    (tmp_path / "in").mkdir()
+    for name in ("outside.jsonl", "passwd"):
+        (tmp_path / name).write_text('{"text": "a"}\n')
+    (tmp_path / "in" / "a.jsonl").symlink_to(tmp_path / "outside.jsonl")
+    (tmp_path / "in" / "passwd").symlink_to(tmp_path / "passwd")  # no known extension: not data
+    (tmp_path / "in" / "gone.jsonl").symlink_to(tmp_path / "gone")
+    found = find_input(InputSpec(path=str(tmp_path / "in")))
+    assert not isinstance(found, FoundTable)
+    assert [file.identity.uri for file in found] == [str(tmp_path / "in" / "a.jsonl")]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from airflow_batchinfer.store import open_store
 from airflow_batchinfer.worker.engines.base import EngineDied, Request, RequestFailure
 from airflow_batchinfer.worker.engines.openai import OpenAIEngine
 from tests.unit.contract.test_spec import LEAST
+from tests.unit.worker.conftest import Run
 
 SECRET = "sk-hunter2-0123456789"
 
@@ -136,6 +138,30 @@ def test_a_rows_dead_letter_does_not_say_the_key(
         engine.close()
     assert message
     assert SECRET not in message + caplog.text
+
+
+@pytest.mark.parametrize("status", [400, 401, 500, 299])
+def test_neither_the_workers_log_nor_its_files_say_the_key(
+    server: str, status: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TEST_KEY", SECRET)
+    run = Run(tmp_path)
+    base_url = f"{server}/200/{status}"
+    run.plan(
+        ["a"],
+        model={"name": "m", "backend": "openai", "base_url": base_url, "api_key_env": "TEST_KEY"},
+        retry={"engine_attempts": 1, "engine_restarts": 0},
+    )
+    said = "".join(run.start().communicate(timeout=60))
+    if status == 401:
+        assert "bad header Bearer ***" in said
+    else:
+        assert run.outcomes() == {"failed": 1}
+        said += run.results()[0]["message"]
+    assert SECRET not in said
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert files
+    assert not [path for path in files if SECRET.encode() in path.read_bytes()]
 
 
 @pytest.mark.parametrize("key", [f"{SECRET}\nX-Other: 1", f"{SECRET}é"])
