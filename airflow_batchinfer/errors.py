@@ -26,6 +26,8 @@ class ExitCode(IntEnum):
     """Told to go (SIGTERM), or another attempt is at its shards; it checkpointed first (EX_TEMPFAIL)."""
     STOPPED = 76
     """A stop marker or the worker's own gate stopped the line: a person has to look."""
+    OTHER_RELEASE = 78
+    """What it reads was written by another release of this package (EX_CONFIG): use one on both sides."""
 
 
 class BatchInferError(Exception):
@@ -56,8 +58,21 @@ class PlanChangedError(SpecError):
     """A run's plan exists, and the job has since changed in a field that decides results."""
 
 
-class CorruptError(InputError):
+class UnreadableError(InputError):
+    """A stored object is there and cannot be understood."""
+
+
+class CorruptError(UnreadableError):
     """A stored object does not hold what its writer promised: names the object."""
+
+
+class ReleaseError(UnreadableError):
+    """A stored object is whole, and was written by a release that this one does not understand: names both.
+
+    It is no proof that something is missing or damaged, so nothing is sent again because of it.
+    """
+
+    exit_code = ExitCode.OTHER_RELEASE
 
 
 class EngineError(BatchInferError):

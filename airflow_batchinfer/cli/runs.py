@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import getpass
+import sys
 
 from airflow_batchinfer.cli.command import Command, add_folder_argument, add_store_arguments, store_of
-from airflow_batchinfer.errors import InputError
+from airflow_batchinfer.errors import InputError, UnreadableError
 from airflow_batchinfer.run.layout import RunLayout
 from airflow_batchinfer.run.ledger import Ledger
-from airflow_batchinfer.run.status import RunStatus, plans_of, run_status
+from airflow_batchinfer.run.plan import Plan
+from airflow_batchinfer.run.status import RunStatus, plan_objects, run_status
 from airflow_batchinfer.run.stop import clear_stop, read_stop, set_stop
 from airflow_batchinfer.store import Store
 
@@ -17,15 +19,22 @@ from airflow_batchinfer.store import Store
 def runs(arguments: argparse.Namespace) -> None:
     """Print a job's runs, oldest first: when planned, how far, and the folder."""
     store = store_of(arguments)
-    plans = plans_of(store, arguments.job)
+    plans = plan_objects(store, arguments.job)
     if not plans:
         raise InputError(f"{store.uri} holds no run of job {arguments.job}")
-    for plan in plans:
-        status = run_status(store, plan.folder)
-        print(
-            f"{plan.created_at}  {_stage(store, status):<12} "
-            f"{status.rows_done:>12,}/{plan.rows:,} rows  {plan.folder}"
-        )
+    lines = []
+    for info in plans:
+        try:
+            plan = Plan.read(store, info.key)
+            lines.append(f"{plan.created_at}  {_line(store, plan)}")
+        except UnreadableError as error:
+            print(f"batchinfer: {error}", file=sys.stderr)
+    print("\n".join(sorted(lines)))
+
+
+def _line(store: Store, plan: Plan) -> str:
+    status = run_status(store, plan.folder)
+    return f"{_stage(store, status):<12} {status.rows_done:>12,}/{plan.rows:,} rows  {plan.folder}"
 
 
 def show(arguments: argparse.Namespace) -> None:

@@ -457,9 +457,20 @@ def _limit_over(event: dict[str, Any]) -> Fate | None:
     return Fate.DEADLINE if deadline is not None and time.time() >= deadline else Fate.LAUNCH_TIMEOUT
 
 
+_OWN_WORDS = {
+    Fate.BAD_SPEC,
+    Fate.BAD_INPUT,
+    Fate.ENGINE_FAILED,
+    Fate.STORE_FAILED,
+    Fate.STOPPED,
+    Fate.OTHER_RELEASE,
+}
+"""Fates in which the worker itself has said what is wrong."""
+
+
 def _error_of(pod: str, end: PodEnd, trouble: Exception | None) -> BatchInferError:
     """The error a fate stands for: the worker's own, or the loss of the worker by the fate's name."""
-    if end.fate.name in ("BAD_SPEC", "BAD_INPUT", "ENGINE_FAILED", "STORE_FAILED", "STOPPED"):
+    if end.fate in _OWN_WORDS:
         assert end.exit_code is not None
         return worker_error(end.exit_code, end.message)
     said = end.message or str(trouble or "")

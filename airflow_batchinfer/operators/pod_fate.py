@@ -44,6 +44,7 @@ class Fate(StrEnum):
     ENGINE_FAILED = "engine_failed"
     STORE_FAILED = "store_failed"
     STOPPED = "stopped"
+    OTHER_RELEASE = "other_release"
     CRASHED = "crashed"
     """The worker ended with an exit code that is none of its own."""
     RUNNING = "running"
@@ -68,6 +69,7 @@ _BY_EXIT_CODE = {
     ExitCode.STORE_FAILED: Fate.STORE_FAILED,
     ExitCode.RECLAIMED: Fate.RECLAIMED,
     ExitCode.STOPPED: Fate.STOPPED,
+    ExitCode.OTHER_RELEASE: Fate.OTHER_RELEASE,
 }
 _IMAGE_REASONS = frozenset(
     {

@@ -15,6 +15,7 @@ from airflow_batchinfer.errors import (
     GateError,
     InputError,
     PlanChangedError,
+    ReleaseError,
     SpecError,
     StoreError,
     WorkerLostError,
@@ -35,6 +36,7 @@ _ERRORS: dict[int, type[BatchInferError]] = {
     ExitCode.ENGINE_FAILED: EngineError,
     ExitCode.STORE_FAILED: StoreError,
     ExitCode.STOPPED: GateError,
+    ExitCode.OTHER_RELEASE: ReleaseError,
 }
 
 

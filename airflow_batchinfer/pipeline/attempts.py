@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from airflow_batchinfer.errors import CorruptError
+from airflow_batchinfer.errors import UnreadableError
 from airflow_batchinfer.run.commit import Commit, Tokens
 from airflow_batchinfer.run.layout import RunLayout
 from airflow_batchinfer.run.progress import Progress
@@ -35,7 +35,7 @@ def attempts_of(store: Store, layout: RunLayout, shard: int) -> list[Attempt]:
                 progress[epoch] = Progress.read(store, info.key)
             elif name == "commit.json":
                 commits[epoch] = Commit.read(store, info.key)
-        except (CorruptError, FileNotFoundError):
+        except (UnreadableError, FileNotFoundError):
             continue
     return [_attempt(e, progress.get(e), commits.get(e)) for e in sorted(progress.keys() | commits.keys())]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
 
+from airflow_batchinfer.errors import UnreadableError
 from airflow_batchinfer.outcome import Outcome
 from airflow_batchinfer.pipeline.histogram import Histogram
 from airflow_batchinfer.pipeline.profile import Profile
@@ -22,17 +23,18 @@ _BINS = 10
 def check_drift(store: Store, plan: Plan, profile: Profile) -> list[Check]:
     """Compare with the last published run of the job; nothing if there is none, or it is switched off.
 
-    Incremental runs and replays answer a few rows that are no sample of the input: not compared.
-
-    Raises:
-        CorruptError: what that run left is damaged.
+    Incremental runs and replays answer a few rows that are no sample of the input: not compared. If what
+    that run left cannot be read, that is a warning: this run's answers are none the worse for it.
     """
     limits = plan.spec.drift
     whole = plan.kept is None and plan.replay_of is None
     before = last_published(store, plan) if limits.enabled and whole else None
     if before is None:
         return []
-    old = Verdict.find(store, RunLayout(before.folder).validation)
+    try:
+        old = Verdict.find(store, RunLayout(before.folder).validation)
+    except UnreadableError as error:
+        return [_not_compared(before.run_id, error)]
     if old is None:  # its folder was cleaned up
         return []
     severity: Severity = "critical" if limits.on_drift == "hold" else "warning"
@@ -42,6 +44,18 @@ def check_drift(store: Store, plan: Plan, profile: Profile) -> list[Check]:
         )
         for check in compare(old.profile, profile, limits)
     ]
+
+
+def _not_compared(run_id: str, error: UnreadableError) -> Check:
+    return Check(
+        name="drift",
+        kind="drift.enabled",
+        origin="drift",
+        severity="warning",
+        success=False,
+        observed=f"no comparison with {run_id}",
+        error=str(error),
+    )
 
 
 def compare(before: Profile, after: Profile, limits: DriftSpec) -> Iterator[Check]:

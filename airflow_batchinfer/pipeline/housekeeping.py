@@ -8,6 +8,7 @@ replays belong to it: they stay and go together, since what is done with one of 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -17,7 +18,7 @@ from itertools import groupby
 from deltalake.exceptions import DeltaError
 from pydantic import Field
 
-from airflow_batchinfer.errors import CorruptError, StoreError
+from airflow_batchinfer.errors import CorruptError, StoreError, UnreadableError
 from airflow_batchinfer.pipeline.tables import delta_words, open_table
 from airflow_batchinfer.pipeline.verdict import Verdict
 from airflow_batchinfer.run.commit import commits_of
@@ -31,6 +32,8 @@ from airflow_batchinfer.run.layout import (
 )
 from airflow_batchinfer.run.plan import Plan
 from airflow_batchinfer.store import ObjectInfo, Store
+
+log = logging.getLogger(__name__)
 
 ORPHAN_AGE = timedelta(days=1)
 """Younger objects and uploads may belong to an attempt that is still at work."""
@@ -81,18 +84,20 @@ def delete_orphans(
 
     Those are the rows files of split attempts that another one overtook, quarantines of earlier verdicts,
     and in shards that have a commit, parts that none of its commits names. A shard without a commit keeps
-    all its parts: they are what it resumes from.
+    all its parts: they are what it resumes from. A run of which a document cannot be read is left as it is.
     """
     oldest = time.time() - older_than.total_seconds()
     objects = size = 0
     for folder, found in _run_folders(store, job):
         try:
             plan = Plan.read(store, RunLayout(folder).plan)
-        except (FileNotFoundError, CorruptError):
+            orphans = [info for info in _orphans(store, plan, found) if info.modified < oldest]
+        except FileNotFoundError:
             continue
-        for info in _orphans(store, plan, found):
-            if info.modified >= oldest:
-                continue
+        except UnreadableError as error:
+            log.warning("%s is left as it is: %s", folder, error)
+            continue
+        for info in orphans:
             objects += 1
             size += info.size
             if not dry_run:
@@ -162,9 +167,9 @@ def _belonging_together(store: Store, folders: Iterable[str]) -> Iterator[list[s
 
 def _repaired(store: Store, folder: str) -> str | None:
     """The folder of the run that a replay repairs; none if it is no replay, or does not say."""
-    with suppress(FileNotFoundError, CorruptError):
-        replay_of = Plan.read(store, RunLayout(folder).plan).replay_of
-        return replay_of.folder if replay_of else None
+    with suppress(FileNotFoundError, CorruptError, KeyError, TypeError):
+        replay_of = Plan.read_fields(store, RunLayout(folder).plan)["replay_of"]
+        return str(replay_of["folder"]) if replay_of else None
     return None
 
 

@@ -22,7 +22,7 @@ import pyarrow.dataset as ds
 from deltalake import DeltaTable
 from pydantic import Field
 
-from airflow_batchinfer.errors import CorruptError, GateError, StaleLedgerError
+from airflow_batchinfer.errors import CorruptError, GateError, StaleLedgerError, UnreadableError
 from airflow_batchinfer.pipeline import dead_letters, results
 from airflow_batchinfer.pipeline.accounting import Account, answered_of_run, current_account, verdict_on
 from airflow_batchinfer.pipeline.answered import AnsweredBatch, planned_row_ids
@@ -92,7 +92,7 @@ def _already_published(store: Store, plan: Plan, account: Account) -> MergeResul
         result = MergeResult.read(store, RunLayout(plan.folder).merge)
         home = load_plan(store, plan.replay_of.folder) if plan.replay_of else plan
         standing_of(store, home)
-    except (FileNotFoundError, CorruptError):
+    except (FileNotFoundError, UnreadableError):
         return None
     return result if result.is_of(account) else None
 

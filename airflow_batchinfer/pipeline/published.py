@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+
 from pydantic import Field
 
+from airflow_batchinfer.errors import UnreadableError
 from airflow_batchinfer.run.document import Document, Timestamp
 from airflow_batchinfer.run.layout import published_runs
 from airflow_batchinfer.run.plan import Plan
 from airflow_batchinfer.store import Store
+
+log = logging.getLogger(__name__)
 
 _KEPT = 20
 
@@ -27,7 +32,7 @@ class PublishedRuns(Document):
 
 
 def remember_published(store: Store, plan: Plan) -> None:
-    """Note that a run was published; noting it again changes nothing. Raises `StoreError`, `CorruptError`.
+    """Note that a run was published; noting it again changes nothing. Raises `StoreError`.
 
     An incremental run that answered only what changed is no measure for others, and is not noted.
     Two runs of one job that publish at the same moment may lose one note; only drift reads them.
@@ -51,4 +56,8 @@ def last_published(store: Store, plan: Plan) -> PublishedRun | None:
 
 
 def _read(store: Store, job: str) -> PublishedRuns:
-    return PublishedRuns.find(store, published_runs(job)) or PublishedRuns()
+    try:
+        return PublishedRuns.find(store, published_runs(job)) or PublishedRuns()
+    except UnreadableError as error:  # only a comparison depends on it
+        log.warning("drift starts anew: %s", error)
+        return PublishedRuns()

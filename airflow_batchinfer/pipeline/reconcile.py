@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyroaring import BitMap64
 
-from airflow_batchinfer.errors import CorruptError, IncompleteRunError
+from airflow_batchinfer.errors import CorruptError, IncompleteRunError, UnreadableError
 from airflow_batchinfer.outcome import Outcome
 from airflow_batchinfer.pipeline.split import load_plan
 from airflow_batchinfer.run.commit import Commit, Tokens, commits_of
@@ -50,6 +50,7 @@ def reconcile(store: Store, folder: str) -> Ledger:
     Raises:
         IncompleteRunError: names shards, rows done and missing, and what to clear; the ledger is written.
         InputError: there is no plan.
+        ReleaseError: a commit is another release's; nothing is written.
     """
     plan, layout = load_plan(store, folder), RunLayout(folder)
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
@@ -253,7 +254,7 @@ def _keep_if_equal(store: Store, layout: RunLayout, ledger: Ledger) -> Ledger:
     """Write the ledger, unless the stored one says the same."""
     try:
         stored = Ledger.read(store, layout.ledger)
-    except (FileNotFoundError, CorruptError):
+    except (FileNotFoundError, UnreadableError):
         stored = None
     if stored is not None and stored.model_copy(update={"created_at": ledger.created_at}) == ledger:
         return stored

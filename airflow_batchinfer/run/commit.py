@@ -72,7 +72,11 @@ class Commit(Document):
 
 
 def commits_of(store: Store, layout: RunLayout, shard: int) -> tuple[list[Commit], list[str]]:
-    """All readable commits of a shard by epoch, and a message for each unreadable one."""
+    """All readable commits of a shard by epoch, and a message for each damaged one.
+
+    Raises:
+        ReleaseError: one is another release's. Taken for none, its rows would be paid for again.
+    """
     commits: list[Commit] = []
     damaged: list[str] = []
     for info in store.list(layout.shard(shard)):

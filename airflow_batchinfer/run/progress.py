@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from airflow_batchinfer.errors import CorruptError
+from airflow_batchinfer.errors import UnreadableError
 from airflow_batchinfer.run.commit import Tokens
 from airflow_batchinfer.run.document import Document, Timestamp
 from airflow_batchinfer.run.layout import RunLayout
@@ -55,7 +55,7 @@ def latest_progress(store: Store, layout: RunLayout, shard: int) -> Progress | N
     for key in sorted(keys, reverse=True):
         try:
             return Progress.read(store, key)
-        except (CorruptError, FileNotFoundError):
+        except (UnreadableError, FileNotFoundError):
             continue
     return None
 

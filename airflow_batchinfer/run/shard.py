@@ -71,6 +71,7 @@ PART_SCHEMA = pa.schema(
 """Schema of a part. `output` is the answer as text (JSON text for `json`), or the last raw output of a
 row that did not succeed. Tokens are summed over all attempts at the row: they are what was paid.
 Its Parquet metadata holds `batchinfer.fingerprint`, `batchinfer.epoch`, `batchinfer.shard`,
-`batchinfer.rows_sha256` and `batchinfer.rows`, the number of its rows."""
+`batchinfer.rows_sha256`, `batchinfer.rows`, the number of its rows, and `batchinfer.written_by`, the release
+of this package."""
 
 PART_METADATA_PREFIX = "batchinfer."

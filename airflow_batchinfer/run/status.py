@@ -8,7 +8,7 @@ from airflow_batchinfer.run.commit import Commit, chosen_commit
 from airflow_batchinfer.run.layout import RunLayout, runs_dir
 from airflow_batchinfer.run.plan import Plan, PlannedShard
 from airflow_batchinfer.run.progress import Progress, latest_progress
-from airflow_batchinfer.store import Store
+from airflow_batchinfer.store import ObjectInfo, Store
 
 
 @dataclass(frozen=True)
@@ -111,9 +111,20 @@ def _shard_status(store: Store, layout: RunLayout, plan: Plan, planned: PlannedS
 def plans_of(store: Store, job: str) -> list[Plan]:
     """The plans of a job's runs, all generations, oldest first.
 
-    Lists every object of every run: a thousand objects a call on S3. Raises `StoreError`, `CorruptError`.
+    Raises `StoreError`, `UnreadableError`.
+    """
+    plans = [Plan.read(store, info.key) for info in plan_objects(store, job)]
+    return sorted(plans, key=lambda plan: plan.created_at)
+
+
+def plan_objects(store: Store, job: str) -> list[ObjectInfo]:
+    """Where the plans of a job's runs stand, all generations.
+
+    Lists every object of every run: a thousand objects a call on S3. Raises `StoreError`.
     """
     depth = runs_dir(job).count("/") + 2
-    keys = [i.key for i in store.list(runs_dir(job)) if i.key.endswith("/plan.json")]
-    plans = [Plan.read(store, key) for key in keys if key.count("/") == depth]
-    return sorted(plans, key=lambda plan: plan.created_at)
+    return [
+        info
+        for info in store.list(runs_dir(job))
+        if info.key.endswith("/plan.json") and info.key.count("/") == depth
+    ]

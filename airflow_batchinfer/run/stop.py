@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
-from airflow_batchinfer.errors import CorruptError
+from airflow_batchinfer.errors import UnreadableError
 from airflow_batchinfer.run.document import Document, Timestamp
 from airflow_batchinfer.run.layout import RunLayout
 from airflow_batchinfer.store import Store
@@ -42,7 +42,7 @@ def read_stop(store: Store, folder: str) -> Stop | None:
     key = RunLayout(folder).stop
     try:
         return Stop.find(store, key)
-    except CorruptError:
+    except UnreadableError:
         return Stop(created_at="", by=store.uri_of(key), reason="its content is no stop marker")
 
 

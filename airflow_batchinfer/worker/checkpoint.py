@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from airflow_batchinfer import __version__
 from airflow_batchinfer.errors import BatchInferError, StoreError
 from airflow_batchinfer.run.commit import Commit, CommittedPart, Tokens
 from airflow_batchinfer.run.layout import RunLayout
@@ -19,7 +20,7 @@ from airflow_batchinfer.run.parquet import WRITE_OPTIONS
 from airflow_batchinfer.run.shard import PART_SCHEMA
 from airflow_batchinfer.store import Store
 from airflow_batchinfer.worker.engines.base import EngineInfo
-from airflow_batchinfer.worker.resume import ROWS_METADATA, part_metadata
+from airflow_batchinfer.worker.resume import RELEASE_METADATA, ROWS_METADATA, part_metadata
 from airflow_batchinfer.worker.retrying import with_retries
 from airflow_batchinfer.worker.work import Result, ShardRun
 
@@ -136,7 +137,7 @@ def encode_part(results: Sequence[Result], metadata: dict[str, str]) -> bytes:
         _column(values, field.type)
         for values, field in zip(zip(*results, strict=True), PART_SCHEMA, strict=True)
     ]
-    stated = metadata | {ROWS_METADATA: str(len(results))}
+    stated = metadata | {ROWS_METADATA: str(len(results)), RELEASE_METADATA: __version__}
     table = pa.Table.from_arrays(columns, schema=PART_SCHEMA.with_metadata(stated))
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, **WRITE_OPTIONS)

@@ -13,8 +13,11 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyroaring import BitMap64
 
+from airflow_batchinfer import __version__
+from airflow_batchinfer.errors import ReleaseError
 from airflow_batchinfer.outcome import Outcome, Reason, outcome_of
 from airflow_batchinfer.run.commit import CommittedPart, Tokens
+from airflow_batchinfer.run.document import written_elsewhere
 from airflow_batchinfer.run.layout import RunLayout
 from airflow_batchinfer.run.plan import PlannedShard
 from airflow_batchinfer.run.shard import PART_METADATA_PREFIX, PART_SCHEMA, ROW_ID
@@ -25,6 +28,9 @@ log = logging.getLogger(__name__)
 
 ROWS_METADATA = f"{PART_METADATA_PREFIX}rows"
 """How many rows a part's writer put into it: no checksum covers Parquet's own counts."""
+
+RELEASE_METADATA = f"{PART_METADATA_PREFIX}written_by"
+"""The release that wrote a part: columns that this one does not know are no damage then."""
 
 _TOKENS = ("prompt_tokens", "output_tokens", "cached_tokens")
 
@@ -64,6 +70,9 @@ def resume(store: Store, layout: RunLayout, planned: PlannedShard, fingerprint: 
 
     A part that cannot be read is set aside with a warning: nothing names it, so no reader sees it, and
     its rows run again.
+
+    Raises:
+        ReleaseError: a part is another release's and not understood: its rows are paid for.
     """
     resumed = Resumed()
     for key, part_epoch in _parts(store, layout, planned.shard):
@@ -72,7 +81,7 @@ def resume(store: Store, layout: RunLayout, planned: PlannedShard, fingerprint: 
         try:
             data = store.read_bytes(key)
             with arrow_reads(store.uri_of(key)):
-                table = _checked(data, part_metadata(fingerprint, part_epoch, planned))
+                table = _checked(data, part_metadata(fingerprint, part_epoch, planned), store.uri_of(key))
         except (pa.ArrowException, OSError, ValueError) as error:
             resumed.warnings.append(f"{store.uri_of(key)} is set aside, its rows run again: {error}")
             log.warning(resumed.warnings[-1])
@@ -93,10 +102,11 @@ def _parts(store: Store, layout: RunLayout, shard: int) -> Iterator[tuple[str, s
             yield info.key, epoch
 
 
-def _checked(data: bytes, expected: dict[str, str]) -> pa.Table | None:
+def _checked(data: bytes, expected: dict[str, str], uri: str) -> pa.Table | None:
     """A part's table; none if it answers another question.
 
     Raises:
+        ReleaseError: it has columns or reasons that this release does not know, and is another one's.
         ValueError: the content breaks what a part promises.
         pyarrow.ArrowException, OSError: it is no Parquet, or a page's checksum is wrong.
     """
@@ -105,8 +115,9 @@ def _checked(data: bytes, expected: dict[str, str]) -> pa.Table | None:
     if any(metadata.get(name.encode()) != value.encode() for name, value in expected.items()):
         return None
     table = file.read(use_threads=False)
+    release = metadata.get(RELEASE_METADATA.encode(), __version__.encode()).decode("utf-8", "replace")
     if not table.schema.equals(PART_SCHEMA):
-        raise ValueError("its columns are not those of a part")
+        raise _not_a_part("its columns are not those of a part", release, uri)
     table.validate(full=True)
     rows = table.column(ROW_ID)
     if metadata.get(ROWS_METADATA.encode(), str(len(rows)).encode()) != str(len(rows)).encode():
@@ -115,8 +126,18 @@ def _checked(data: bytes, expected: dict[str, str]) -> pa.Table | None:
         raise ValueError("a row id is negative")
     if rows.null_count or pc.count_distinct(rows).as_py() != len(rows):
         raise ValueError("a row stands in it twice")
-    _by_reason(table)
+    try:
+        _by_reason(table)
+    except ValueError as error:
+        raise _not_a_part(str(error), release, uri) from error
     return table
+
+
+def _not_a_part(problem: str, release: str, uri: str) -> ReleaseError | ValueError:
+    """What to make of a sound file that is no part as this release knows them."""
+    if release == __version__:
+        return ValueError(problem)
+    return ReleaseError(f"{uri} holds rows that are paid for, but {written_elsewhere(release)} ({problem})")
 
 
 def _take(resumed: Resumed, table: pa.Table, part: CommittedPart, epoch: str) -> None:

@@ -71,6 +71,7 @@ def test_says_when_the_plan_is_gone(bundle):
         (ExitCode.BAD_SPEC, "no such model", errors.SpecError, "no such model", "fail", "no such model"),
         (ExitCode.BAD_INPUT, "rows damaged", errors.InputError, "rows damaged", "fail", "rows damaged"),
         (ExitCode.STOPPED, "12% invalid", errors.GateError, "12% invalid", "fail", "12% invalid"),
+        (ExitCode.OTHER_RELEASE, "by 0.2.0", errors.ReleaseError, "by 0.2.0", "fail", "by 0.2.0"),
         (ExitCode.ENGINE_FAILED, "no GPU", errors.EngineError, "no GPU", "retry", "engine failed: no GPU"),
         (ExitCode.STORE_FAILED, "S3 503", errors.StoreError, "S3 503", "retry", "store failed: S3 503"),
         (

@@ -68,6 +68,7 @@ def pod_with(**status: Any) -> k8s.V1Pod:
         (ExitCode.STORE_FAILED, Fate.STORE_FAILED),
         (ExitCode.RECLAIMED, Fate.RECLAIMED),
         (ExitCode.STOPPED, Fate.STOPPED),
+        (ExitCode.OTHER_RELEASE, Fate.OTHER_RELEASE),
         (1, Fate.CRASHED),
     ],
 )

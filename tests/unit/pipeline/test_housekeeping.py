@@ -20,6 +20,7 @@ from airflow_batchinfer.pipeline.standing import standing_of
 from airflow_batchinfer.run.layout import RunLayout, runs_dir
 from airflow_batchinfer.run.plan import Plan
 from airflow_batchinfer.store import Store
+from tests.releases import rewrite_as_other_release
 from tests.unit.pipeline.runs import commit_shard, job, publish_run, table_rows, write_input
 
 pytestmark = pytest.mark.airflow_env
@@ -118,6 +119,33 @@ def test_orphans(store: Store, plan: Plan) -> None:
     assert all(store.exists(part.key) for part in named.parts)
     commit_shard(store, plan, plan.shards[1])
     assert reconcile(store, plan.folder).complete
+
+
+@pytest.mark.parametrize("document", ["plan", "validation", "commit"])
+def test_a_run_that_cannot_be_read_is_left_alone_and_holds_up_no_other(
+    tmp_path: Path, store: Store, plan: Plan, document: str
+) -> None:
+    publish_run(store, plan)
+    other = split(store, job(tmp_path), "other")
+    left = [RunLayout(p.folder).rows(0, "20260101T000000000Z-00000000") for p in (plan, other)]
+    for key in left:
+        store.write_bytes(key, b"overtaken")
+    if document == "validation":
+        store.write_bytes(RunLayout(plan.folder).validation, b"{}")
+    else:
+        keys = [i.key for i in store.list(plan.folder) if i.key.endswith(f"/{document}.json")]
+        rewrite_as_other_release(store, keys[0], speed="fast")
+    age(store, "job", 2)
+    assert delete_orphans(store, "job").objects == 1
+    assert [store.exists(key) for key in left] == [True, False]
+
+
+def test_a_replay_that_cannot_be_read_still_keeps_its_run(store: Store, plan: Plan) -> None:
+    publish_run(store, plan, dead=lambda i: Reason.OVER_LONG if i < 4 else None)
+    age(store, plan.folder, 10)
+    replay = prepare_replay(store, plan.folder, "first")
+    rewrite_as_other_release(store, RunLayout(replay.folder).plan, speed="fast")
+    assert delete_runs(store, "job", timedelta(days=5)).runs == []
 
 
 def test_vacuum_keeps_the_current_version(store: Store, plan: Plan) -> None:

@@ -13,7 +13,9 @@ from airflow_batchinfer.pipeline.profile import Profile
 from airflow_batchinfer.pipeline.published import last_published, remember_published
 from airflow_batchinfer.pipeline.validate import validate
 from airflow_batchinfer.pipeline.verdict import Check, Verdict
+from airflow_batchinfer.run.layout import RunLayout, published_runs
 from airflow_batchinfer.spec import DriftSpec
+from tests.releases import rewrite_as_other_release
 from tests.unit.quality.runs import MadeRun, make_run, make_spec, tickets, truthful
 
 pytestmark = pytest.mark.airflow_env
@@ -68,6 +70,26 @@ def test_a_run_like_the_last_one_passes(root: Path) -> None:
     run = make_run(root, tickets(300), run_id="tuesday")
     run.reconcile()
     assert all(c.success for c in drift(validate(run.store, run.folder)).values())
+
+
+def test_a_last_run_that_cannot_be_read_is_a_warning(root: Path) -> None:
+    before = published(root, "monday")
+    rewrite_as_other_release(before.store, RunLayout(before.folder).validation, speed="fast")
+    run = make_run(root, tickets(300), run_id="tuesday")
+    run.reconcile()
+    verdict = validate(run.store, run.folder)
+    assert verdict.success
+    assert "validation.json is whole, but" in (drift(verdict)["drift"].error or "")
+    assert verdict.message.startswith("Passed with warnings: drift: found ")
+
+
+def test_a_damaged_note_of_published_runs_holds_up_nothing(root: Path) -> None:
+    before = published(root, "monday")
+    before.store.write_bytes(published_runs(before.plan.job), b"{")
+    after = published(root, "tuesday")
+    found = last_published(after.store, after.plan.model_copy(update={"folder": "another"}))
+    assert found is not None
+    assert found.run_id == "tuesday"
 
 
 def test_validity_and_lengths(root: Path) -> None:

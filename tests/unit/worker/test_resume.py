@@ -12,6 +12,7 @@ import pytest
 from airflow_batchinfer.errors import ExitCode
 from airflow_batchinfer.run.epoch import new_epoch
 from airflow_batchinfer.worker import resume
+from tests.releases import OTHER, rewrite_as_other_release
 from tests.unit.worker.conftest import Run, assert_sums, texts
 
 SLOW = {"delay_seconds": 0.02, "max_in_flight": 8}
@@ -187,3 +188,37 @@ def test_parts_come_by_time_as_well(run: Run) -> None:
     run.plan(texts(40), options={"delay_seconds": 0.05, "max_in_flight": 2}, checkpoint={"seconds": 0.2})
     assert run.work()[0] == 0
     assert len(run.commit().parts) > 2
+
+
+def _with_a_column_of_another_release(run: Run, key: str, release: str) -> None:
+    table = run.read_part(key)
+    metadata = {**table.schema.metadata, b"batchinfer.written_by": release.encode()}
+    table = table.append_column("speed", pa.nulls(table.num_rows, pa.string()))
+    sink = pa.BufferOutputStream()
+    pq.write_table(table.replace_schema_metadata(metadata), sink)
+    run.store.write_bytes(key, sink.getvalue().to_pybytes())
+
+
+def test_a_part_that_another_release_wrote_is_not_paid_for_again(run: Run) -> None:
+    run.plan(texts(20))
+    assert run.work()[0] == 0
+    run.store.delete(run.files("commit.json")[0])
+    _with_a_column_of_another_release(run, run.parts()[0], OTHER)
+    code, said = run.work()
+    assert code == ExitCode.OTHER_RELEASE
+    assert f"holds rows that are paid for, but was written by airflow_batchinfer {OTHER}" in said
+    assert set(run.paid().values()) == {1}
+
+
+@pytest.mark.parametrize("document", ["plan", "commit"])
+def test_a_document_that_another_release_wrote_ends_the_worker_before_it_pays(
+    run: Run, document: str
+) -> None:
+    run.plan(texts(20))
+    assert run.work()[0] == 0
+    key = run.layout.plan if document == "plan" else run.files("commit.json")[0]
+    rewrite_as_other_release(run.store, key, speed="fast")
+    code, said = run.work()
+    assert code == ExitCode.OTHER_RELEASE
+    assert f"{document}.json is whole, but was written by airflow_batchinfer {OTHER}" in said
+    assert set(run.paid().values()) == {1}
