@@ -21,12 +21,18 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
-from airflow_batchinfer.errors import CorruptError, SpecError
+from airflow_batchinfer.errors import CorruptError, SpecError, UnreadableError
 from airflow_batchinfer.pipeline.keys import SQL_DIGEST
 from airflow_batchinfer.pipeline.outputs import OutputColumns
 from airflow_batchinfer.pipeline.results import PublishedRows, newest_published
 from airflow_batchinfer.pipeline.tables import open_table, table_dataset
-from airflow_batchinfer.run.fingerprint import changed_fields, fingerprint, fingerprint_fields
+from airflow_batchinfer.run.fingerprint import (
+    changed_fields,
+    fields_of_dump,
+    fingerprint,
+    fingerprint_fields,
+    given_fields,
+)
 from airflow_batchinfer.run.layout import DEAD_LETTERS, RunLayout, results_table, run_dir
 from airflow_batchinfer.run.parquet import WRITE_OPTIONS
 from airflow_batchinfer.run.plan import KeptRows, Plan
@@ -161,17 +167,34 @@ class Increment:
     @cached_property
     def prior_plan(self) -> Plan | None:
         """The prior run's plan, if it is still there."""
-        if self.prior is None:
+        if self._prior_key is None:
             return None
-        folder = run_dir(self.spec.name, self.prior.run_id, self.prior.generation)
-        with suppress(FileNotFoundError, CorruptError):
-            return Plan.read(self.store, RunLayout(folder).plan)
+        with suppress(FileNotFoundError, UnreadableError):
+            return Plan.read(self.store, self._prior_key)
         return None
 
+    @property
+    def _prior_key(self) -> str | None:
+        """Where the prior run's plan stands, or stood."""
+        if self.prior is None:
+            return None
+        return RunLayout(run_dir(self.spec.name, self.prior.run_id, self.prior.generation)).plan
+
+    @cached_property
     def _changed_fields(self) -> list[str]:
-        if self.prior_plan is None:
+        """Fields in which the job differs from the prior run's; empty if its plan does not tell.
+
+        The prior plan is taken as it was written: a release that dropped a field, or has given it another
+        default, would not find the difference in its own reading of it.
+        """
+        if self._prior_key is None:
             return []
-        return changed_fields(fingerprint_fields(self.prior_plan.spec), fingerprint_fields(self.spec))
+        with suppress(FileNotFoundError, CorruptError, KeyError):
+            theirs = fields_of_dump(Plan.read_fields(self.store, self._prior_key)["spec"])
+            given = given_fields(self.spec)
+            ours = {k: v for k, v in fingerprint_fields(self.spec).items() if k in theirs or k in given}
+            return changed_fields(theirs, ours) or ["the way in which fingerprints are made"]
+        return []
 
     def _check_removed(self) -> None:
         """Fail if rows that are gone cannot keep what they have in the columns that this run writes."""
@@ -186,14 +209,14 @@ class Increment:
             )
 
     def _changed_part(self) -> str:
-        sections = {name.split(".")[0] for name in self._changed_fields()}
+        sections = {name.split(".")[0] for name in self._changed_fields if "." in name}
         if sections == {"prompt"}:
             return "template"
         return sections.pop() if len(sections) == 1 else "job"
 
     def _warn(self, label: str) -> None:
         assert self.prior is not None
-        fields = self._changed_fields()
+        fields = self._changed_fields
         self.warnings.append(
             f"the job has changed since run {self.prior.run_id!r}"
             + (f" in {', '.join(fields)}" if fields else "")

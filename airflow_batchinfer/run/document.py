@@ -118,8 +118,8 @@ def written_elsewhere(release: str | None) -> str:
     """What is wrong with an object of another release, and what to do; none if it does not say which."""
     writer = "another release" if release is None else f"airflow_batchinfer {release}"
     return (
-        f"was written by {writer}, and this is {__version__}, which does not understand it: run Airflow and the "
-        "workers with the same release, see docs/upgrading.md"
+        f"was written by {writer}, and this is {__version__}, which does not understand it: run Airflow and "
+        "the workers with the same release, see docs/upgrading.md"
     )
 
 

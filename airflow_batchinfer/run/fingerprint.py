@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from airflow_batchinfer.spec import JobSpec
@@ -42,23 +43,39 @@ _NEUTRAL_MODEL_FIELDS = frozenset({"api_key_env", "compile_cache", "engine", "ma
 """Fields of `model` that decide no output; `engine` is looked at argument by argument."""
 
 
+DEFAULTS = 1
+"""Which defaults the deciding fields have. A release that changes one of them counts this up."""
+
+
 def fingerprint_fields(spec: JobSpec) -> dict[str, Any]:
     """The fields that decide an output, by path, as JSON values."""
-    data = spec.dump()
-    fields = {f"{section}.{k}": v for section in DECIDING_SECTIONS for k, v in data[section].items()}
+    return fields_of_dump(spec.dump())
+
+
+def given_fields(spec: JobSpec) -> dict[str, Any]:
+    """Those of `fingerprint_fields` that are not at their default."""
+    return fields_of_dump(spec.model_dump(mode="json", by_alias=True, exclude_defaults=True))
+
+
+def fields_of_dump(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The deciding fields that stand in a spec's JSON, whichever release wrote it."""
+    fields = {f"{section}.{k}": v for section in DECIDING_SECTIONS for k, v in data.get(section, {}).items()}
     for name in _NEUTRAL_MODEL_FIELDS:
-        del fields[f"model.{name}"]
-    fields |= {
-        f"model.engine.{k}": v
-        for k, v in data["model"]["engine"].items()
-        if k not in RESULT_NEUTRAL_ENGINE_OPTIONS
+        fields.pop(f"model.{name}", None)
+    engine = data["model"].get("engine", {})
+    return fields | {
+        f"model.engine.{k}": v for k, v in engine.items() if k not in RESULT_NEUTRAL_ENGINE_OPTIONS
     }
-    return fields
 
 
 def fingerprint(spec: JobSpec) -> str:
-    """SHA-256 over the canonical JSON of `fingerprint_fields`, its first 16 hex digits."""
-    canonical = json.dumps(fingerprint_fields(spec), sort_keys=True, ensure_ascii=True, separators=(",", ":"))
+    """SHA-256 over the canonical JSON of `given_fields` and `DEFAULTS`, its first 16 hex digits.
+
+    A field at its default is left out: a release that adds one leaves all fingerprints as they were, and
+    nobody's rows run again for a field that nobody has set.
+    """
+    content = {"defaults": DEFAULTS, **given_fields(spec)}
+    canonical = json.dumps(content, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
 

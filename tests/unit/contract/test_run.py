@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import Field
 
 from airflow_batchinfer.errors import CorruptError
 from airflow_batchinfer.outcome import Outcome, Reason, outcome_of
@@ -14,12 +15,24 @@ from airflow_batchinfer.run.commit import Commit, CommittedPart, Tokens, chosen_
 from airflow_batchinfer.run.epoch import EPOCH_PATTERN, new_epoch
 from airflow_batchinfer.run.fingerprint import (
     DECIDING_SECTIONS,
+    DEFAULTS,
     changed_fields,
     fingerprint,
     fingerprint_fields,
 )
 from airflow_batchinfer.run.layout import RunLayout, run_dir, safe_run_id
-from airflow_batchinfer.spec import JobSpec
+from airflow_batchinfer.spec import (
+    ChoiceTask,
+    EmbedTask,
+    GenerateTask,
+    JobSpec,
+    JsonTask,
+    ModelSpec,
+    OverLongSpec,
+    PromptSpec,
+    RegexTask,
+    SamplingSpec,
+)
 from airflow_batchinfer.store import LocalStore
 from airflow_batchinfer.store.base import ObjectInfo
 from tests.unit.contract.test_spec import LEAST
@@ -64,6 +77,78 @@ def test_a_field_that_decides_an_output_changes_the_fingerprint_and_is_named(fie
 @pytest.mark.parametrize("change", NEUTRAL)
 def test_a_field_that_decides_nothing_does_not(change: dict[str, Any]) -> None:
     assert fingerprint(JobSpec.parse(LEAST | change)) == fingerprint(BASE)
+
+
+def test_a_field_that_a_release_adds_changes_no_fingerprint_until_it_is_set() -> None:
+    class LaterSampling(SamplingSpec):
+        speed: float = 1.0
+
+    class LaterSpec(JobSpec):
+        sampling: LaterSampling = Field(default_factory=LaterSampling)
+
+    for change in ({}, *DECIDING.values()):
+        assert fingerprint(LaterSpec.parse(LEAST | change)) == fingerprint(JobSpec.parse(LEAST | change))
+    assert fingerprint(LaterSpec.parse(LEAST | {"sampling": {"speed": 2.0}})) != fingerprint(BASE)
+
+
+def test_a_default_that_is_written_out_is_the_default() -> None:
+    assert fingerprint(JobSpec.parse(BASE.dump())) == fingerprint(BASE)
+    least = {"task": {"type": "json", "schema": {}}}
+    written_out = {"task": {"type": "json", "schema": {}, "compact": True}}
+    assert fingerprint(JobSpec.parse(LEAST | written_out)) == fingerprint(JobSpec.parse(LEAST | least))
+
+
+DEFAULTS_BY_NUMBER: dict[int, dict[str, Any]] = {
+    1: {
+        "PromptSpec.template": None,
+        "PromptSpec.system": None,
+        "PromptSpec.messages": None,
+        "PromptSpec.examples": [],
+        "PromptSpec.chat": True,
+        "PromptSpec.chat_template": None,
+        "GenerateTask.type": "generate",
+        "JsonTask.compact": True,
+        "EmbedTask.normalize": True,
+        "SamplingSpec.max_tokens": 256,
+        "SamplingSpec.temperature": 0.0,
+        "SamplingSpec.top_p": 1.0,
+        "SamplingSpec.top_k": 0,
+        "SamplingSpec.min_p": 0.0,
+        "SamplingSpec.presence_penalty": 0.0,
+        "SamplingSpec.frequency_penalty": 0.0,
+        "SamplingSpec.repetition_penalty": 1.0,
+        "SamplingSpec.stop": [],
+        "SamplingSpec.seed": 0,
+        "OverLongSpec.policy": "reject",
+        "OverLongSpec.column": None,
+        "OverLongSpec.keep": "start",
+        "OverLongSpec.overlap_tokens": 64,
+        "OverLongSpec.combine": "concat",
+        "OverLongSpec.separator": "\n",
+        "ModelSpec.revision": None,
+        "ModelSpec.tokenizer": None,
+        "ModelSpec.backend": "vllm",
+        "ModelSpec.engine": {},
+        "ModelSpec.adapter": None,
+        "ModelSpec.trust_remote_code": False,
+        "ModelSpec.base_url": None,
+    }
+}
+
+
+def test_a_default_that_changes_changes_all_fingerprints() -> None:
+    """They leave it out: with the old answers under the new default's fingerprint, the two would mix."""
+    sections = (PromptSpec, GenerateTask, ChoiceTask, JsonTask, RegexTask, EmbedTask)
+    defaults = {
+        f"{section.__name__}.{name}": field.get_default(call_default_factory=True)
+        for section in (*sections, SamplingSpec, OverLongSpec, ModelSpec)
+        for name, field in section.model_fields.items()
+        if not field.is_required()
+    }
+    neutral = {f"ModelSpec.{name}" for name in ("api_key_env", "compile_cache", "max_concurrency")}
+    assert {k: v for k, v in defaults.items() if k not in neutral} == DEFAULTS_BY_NUMBER[DEFAULTS], (
+        "a new field: add it here. A new default: count up DEFAULTS in run/fingerprint.py, and list them anew"
+    )
 
 
 def test_every_section_of_a_spec_either_decides_outputs_or_is_known_not_to() -> None:

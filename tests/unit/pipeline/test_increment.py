@@ -16,9 +16,11 @@ from airflow_batchinfer.pipeline import buckets
 from airflow_batchinfer.pipeline.replay import prepare_replay
 from airflow_batchinfer.pipeline.split import split
 from airflow_batchinfer.pipeline.standing import standing_of
+from airflow_batchinfer.run.layout import RunLayout
 from airflow_batchinfer.run.plan import Plan
 from airflow_batchinfer.spec import JobSpec
 from airflow_batchinfer.store import Store
+from tests.releases import rewrite_as_other_release
 from tests.unit.pipeline.runs import frozen_copies, frozen_rows, job, publish_run, table_rows, write_input
 
 pytestmark = pytest.mark.airflow_env
@@ -122,6 +124,30 @@ def test_changed_template_runs_everything_and_says_so_first(tmp_path: Path, stor
     assert "since run 'one' in prompt.template: 60 rows that had a result run again" in plan.warnings[0]
     plan = night(tmp_path, store, "three", first_night(), prompt={"template": "New: {{ text }}"})
     assert plan.changes == {"unchanged": 60}
+
+
+def test_what_changed_is_named_though_another_release_wrote_the_last_plan(
+    tmp_path: Path, store: Store
+) -> None:
+    """It had a field that this one has not, and another default of one that both have."""
+    one = night(tmp_path, store, "one", first_night())
+    dump = one.spec.dump()
+    dump["sampling"] |= {"speed": "fast", "max_tokens": 99}
+    del dump["overlong"]["separator"]
+    rewrite_as_other_release(store, RunLayout(one.folder).plan, spec=dump)
+    plan = night(tmp_path, store, "two", first_night(), prompt={"template": "New: {{ text }}"})
+    assert plan.changes == {"job changed": 60}
+    assert "in prompt.template, sampling.max_tokens, sampling.speed: 60 rows" in plan.warnings[0]
+
+
+def test_a_release_with_other_defaults_runs_everything_and_says_so(
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    night(tmp_path, store, "one", first_night())
+    monkeypatch.setattr("airflow_batchinfer.run.fingerprint.DEFAULTS", 0)
+    plan = night(tmp_path, store, "two", first_night())
+    assert plan.changes == {"job changed": 60}
+    assert "in the way in which fingerprints are made: 60 rows" in plan.warnings[0]
 
 
 def test_dead_rows_run_again(tmp_path: Path, store: Store) -> None:
