@@ -59,6 +59,14 @@ def store_of(arguments: argparse.Namespace) -> Store:
     return open_store(arguments.store, options)
 
 
+def positive(text: str) -> int:
+    """A whole number from 1, as `argparse` takes it."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a number from 1")
+    return number
+
+
 def _pair(option: str) -> tuple[str, str]:
     name, equals, value = option.partition("=")
     if not equals:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from airflow_batchinfer.errors import UnreadableError
 from airflow_batchinfer.run.commit import Commit, Tokens
 from airflow_batchinfer.run.layout import RunLayout
+from airflow_batchinfer.run.plan import Plan
 from airflow_batchinfer.run.progress import Progress
 from airflow_batchinfer.store import Store
 
@@ -38,6 +40,25 @@ def attempts_of(store: Store, layout: RunLayout, shard: int) -> list[Attempt]:
         except (UnreadableError, FileNotFoundError):
             continue
     return [_attempt(e, progress.get(e), commits.get(e)) for e in sorted(progress.keys() | commits.keys())]
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What all attempts at a run's shards have taken so far, failed ones included."""
+
+    tokens: Tokens
+    held_seconds: float
+
+
+def spent_on(store: Store, plans: Iterable[Plan]) -> Spent:
+    """What runs have taken so far, as far as it was told. Reads all progress files and commits."""
+    attempts = [
+        attempt
+        for plan in plans
+        for planned in plan.shards
+        for attempt in attempts_of(store, RunLayout(plan.folder), planned.shard)
+    ]
+    return Spent(Tokens.summed(a.tokens for a in attempts), sum(a.held_seconds for a in attempts))
 
 
 def _attempt(epoch: str, progress: Progress | None, commit: Commit | None) -> Attempt:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from airflow_batchinfer.pipeline.attempts import attempts_of
+from airflow_batchinfer.pipeline.attempts import spent_on
 from airflow_batchinfer.pipeline.forecast import money
 from airflow_batchinfer.run.commit import Tokens
 from airflow_batchinfer.run.document import Document
@@ -32,18 +32,6 @@ def judge_cost(store: Store, plan: Plan) -> JudgeCost | None:
     asked = [Plan.read(store, i.key) for i in store.list(judges) if i.key.endswith("/plan.json")]
     if not asked:
         return None
-    attempts = [
-        attempt
-        for run in asked
-        for planned in run.shards
-        for attempt in attempts_of(store, RunLayout(run.folder), planned.shard)
-    ]
-    tokens = Tokens(
-        prompt=sum(a.tokens.prompt for a in attempts),
-        output=sum(a.tokens.output for a in attempts),
-        cached=sum(a.tokens.cached for a in attempts),
-    )
-    held = sum(a.held_seconds for a in attempts)
-    prices = plan.spec.cost
-    cost = money(prices, tokens, held) if prices else None
-    return JudgeCost(runs=len(asked), tokens=tokens, held_seconds=held, cost=cost)
+    spent, prices = spent_on(store, asked), plan.spec.cost
+    cost = money(prices, spent.tokens, spent.held_seconds) if prices else None
+    return JudgeCost(runs=len(asked), tokens=spent.tokens, held_seconds=spent.held_seconds, cost=cost)

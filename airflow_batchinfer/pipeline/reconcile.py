@@ -10,7 +10,7 @@ from __future__ import annotations
 import array
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -95,7 +95,7 @@ def _ledger(plan: Plan, audits: Sequence[_Audit]) -> Ledger:
         kept_rows=kept,
         counts=dict(counts),
         reasons=dict(sorted(reasons.items())),
-        tokens=_sum(audit.line.tokens for audit in audits),
+        tokens=Tokens.summed(audit.line.tokens for audit in audits),
         dedup_rows=sum(shard.rows - shard.sent for shard in plan.shards),
         dedup_tokens=sum(audit.line.dedup_tokens for audit in audits),
         problems=problems,
@@ -274,12 +274,3 @@ def _bitmap(ids: pa.ChunkedArray) -> BitMap64:
 def _some(ids: BitMap64) -> str:
     shown = ", ".join(str(i) for _, i in zip(range(3), ids, strict=False))
     return f"(row_id {shown}{', ...' if len(ids) > 3 else ''})" if shown else ""
-
-
-def _sum(all_tokens: Iterable[Tokens]) -> Tokens:
-    listed = list(all_tokens)
-    return Tokens(
-        prompt=sum(t.prompt for t in listed),
-        output=sum(t.output for t in listed),
-        cached=sum(t.cached for t in listed),
-    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Self
 
 from pydantic import Field, model_validator
@@ -32,6 +33,16 @@ class Tokens(Document):
     def total(self) -> int:
         """Prompt and output tokens; cached ones are among the prompt's."""
         return self.prompt + self.output
+
+    @classmethod
+    def summed(cls, several: Iterable[Tokens]) -> Self:
+        """All of them together."""
+        listed = list(several)
+        return cls(
+            prompt=sum(tokens.prompt for tokens in listed),
+            output=sum(tokens.output for tokens in listed),
+            cached=sum(tokens.cached for tokens in listed),
+        )
 
 
 class Commit(Document):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Literal
 
 from pydantic import Field
@@ -36,6 +37,13 @@ class Progress(Document):
     engine_restarts: int = 0
     held_seconds: float = 0.0
     seconds_left: float | None = Field(None, description="At the last minute's rate; none if unknown.")
+
+    def is_silent(self, interval: float) -> bool:
+        """Whether its worker is taken for dead, see `silent_after`."""
+        if not self.updated_at:
+            return True
+        silence = datetime.now(UTC) - datetime.fromisoformat(self.updated_at)
+        return silence.total_seconds() > silent_after(interval)
 
     def line(self) -> str:
         """One line for a log; the dead are of the input, as in the report."""

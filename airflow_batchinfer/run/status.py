@@ -86,7 +86,10 @@ class RunStatus:
         return [
             s.progress
             for s in self.shards
-            if s.commit is None and s.progress and s.progress.state in ("running", "draining")
+            if s.commit is None
+            and s.progress
+            and s.progress.state in ("running", "draining")
+            and not s.progress.is_silent(self.plan.spec.checkpoint.progress_seconds)
         ]
 
 
@@ -95,10 +98,14 @@ def run_status(store: Store, folder: str) -> RunStatus:
 
     Raises:
         FileNotFoundError: the folder has no plan.
-        StoreError, CorruptError: it cannot be read.
+        StoreError, UnreadableError: it cannot be read.
     """
-    layout = RunLayout(folder)
-    plan = Plan.read(store, layout.plan)
+    return status_of(store, Plan.read(store, RunLayout(folder).plan))
+
+
+def status_of(store: Store, plan: Plan) -> RunStatus:
+    """The status of a plan's run: reads what each shard's attempts left. Raises as `run_status`."""
+    layout = RunLayout(plan.folder)
     return RunStatus(plan, [_shard_status(store, layout, plan, shard) for shard in plan.shards])
 
 

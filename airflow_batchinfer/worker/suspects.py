@@ -16,7 +16,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from functools import partial
 
 from pydantic import Field
@@ -24,7 +23,7 @@ from pydantic import Field
 from airflow_batchinfer.errors import CorruptError, StoreError
 from airflow_batchinfer.run.document import Document
 from airflow_batchinfer.run.layout import RunLayout
-from airflow_batchinfer.run.progress import Progress, silent_after
+from airflow_batchinfer.run.progress import Progress
 from airflow_batchinfer.store import Store
 from airflow_batchinfer.worker.processes import is_gone
 from airflow_batchinfer.worker.retrying import with_retries
@@ -102,8 +101,7 @@ def _has_died(store: Store, layout: RunLayout, suspects: Suspects, interval: flo
         progress = Progress.read(store, layout.progress(suspects.shard, suspects.epoch))
     except (CorruptError, FileNotFoundError):
         return True
-    silence = datetime.now(UTC) - datetime.fromisoformat(progress.updated_at)
-    return silence.total_seconds() > silent_after(interval)
+    return progress.is_silent(interval)
 
 
 class Announcer:

@@ -1,17 +1,23 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 
 from airflow_batchinfer.cli import main
 from airflow_batchinfer.errors import ExitCode
-from airflow_batchinfer.run.layout import RunLayout, run_dir
+from airflow_batchinfer.run.commit import Tokens
+from airflow_batchinfer.run.layout import RunLayout, run_dir, runs_dir
+from airflow_batchinfer.run.plan import Plan
+from airflow_batchinfer.run.progress import Progress
 from airflow_batchinfer.spec import JobSpec
+from airflow_batchinfer.store import LocalStore, ObjectInfo
 from tests.plans import job, plan_run
 
 TICKETS = Path(__file__).parents[2] / "dags" / "tickets.yaml"
@@ -88,6 +94,76 @@ def test_runs_and_show(cli: Callable[..., Answer], planned: tuple[str, str]) -> 
     assert status == 0
     assert "0 of 2 committed" in out
     assert "shard 0001 waiting: 0/2 rows" in out
+
+
+def _progress(store: str, folder: str, epoch: str, updated_at: str) -> None:
+    layout = RunLayout(folder)
+    Progress(
+        shard=1,
+        epoch=epoch,
+        state="running",
+        updated_at=updated_at,
+        sent=2,
+        done=1,
+        durable=1,
+        counts={"succeeded": 1},
+        tokens=Tokens(prompt=900_000, output=100_000, cached=500_000),
+        rows_per_second=0.5,
+        tokens_per_second=700.0,
+        held_seconds=1800.0,
+    ).write(LocalStore(store), layout.progress(1, epoch))
+
+
+def test_show_tells_pace_and_price(cli: Callable[..., Answer], tmp_path: Path) -> None:
+    prices = {"currency": "EUR", "per_hour": 2.0, "per_million_output_tokens": 10.0}
+    plan = plan_run(job(tmp_path / "store", cost=prices), [["one"], ["two", "three"]])
+    store, folder = plan.spec.store, plan.folder
+    now = datetime.now(UTC)
+    _progress(store, folder, "20260101T000000000Z-00000000", (now - timedelta(hours=9)).isoformat())
+    out = cli("show", folder, "--store", store)[1]
+    assert "rate" not in out, "that worker is dead"
+    _progress(store, folder, "20260101T000000001Z-00000000", (now + timedelta(hours=9)).isoformat())
+    out = cli("show", folder, "--store", store)[1]
+    assert "rate         0.5 rows/s, 700 tokens/s: about 4.0 s left" in out
+    assert "tokens       2,000,000 (1,800,000 prompt, 200,000 output)" in out
+    assert "held         1 h 00 min, all workers together" in out
+    assert "cost         4.00 EUR" in out
+
+
+def test_runs_shows_the_last_and_reads_no_shard_of_what_is_settled(
+    cli: Callable[..., Answer], planned: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uri, first = planned
+    store = LocalStore(uri)
+    plan = Plan.read(store, RunLayout(first).plan)
+    for name in ("second", "third"):
+        folder = run_dir(plan.job, name)
+        plan.model_copy(update={"folder": folder, "run_id": name}).write(store, RunLayout(folder).plan)
+        store.write_bytes(RunLayout(folder).merge, b"{}")
+    for age, folder in enumerate((first, run_dir(plan.job, "second"), run_dir(plan.job, "third"))):
+        os.utime(Path(uri) / RunLayout(folder).plan, (age, age))
+    out = cli("runs", plan.job, "--store", uri)[1]
+    assert "inferring               0/3 rows" in out
+    assert out.count("published               3/3 rows") == 2
+
+    listed: list[str] = []
+    real = LocalStore.list
+
+    def counted(self: LocalStore, prefix: str) -> Iterator[ObjectInfo]:
+        listed.append(prefix)
+        return real(self, prefix)
+
+    monkeypatch.setattr(LocalStore, "list", counted)
+    out = cli("runs", plan.job, "--store", uri, "--last", "2")[1]
+    assert first not in out
+    assert out.count("published") == 2
+    assert listed == [runs_dir(plan.job)]
+
+
+def test_last_is_a_number_from_1(cli: Callable[..., Answer], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli("runs", "job", "--last", "0")
+    assert "0 is not a number from 1" in capsys.readouterr().err
 
 
 def test_stop_and_resume(cli: Callable[..., Answer], planned: tuple[str, str]) -> None:
