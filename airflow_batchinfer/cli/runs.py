@@ -138,6 +138,8 @@ def _settled(store: Store, folder: str) -> str | None:
     layout = RunLayout(folder)
     if store.exists(layout.merge):
         return "published"
+    if store.exists(layout.pruned):
+        return "pruned"
     ledger = Ledger.find(store, layout.ledger)
     return "reconciled" if ledger is not None and ledger.complete else None
 

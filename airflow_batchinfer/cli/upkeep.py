@@ -1,4 +1,4 @@
-"""Commands that look after the store: `account`, `delete`, `sweep`."""
+"""Commands that look after the store: `account`, `delete`, `prune`, `sweep`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,13 @@ import argparse
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from airflow_batchinfer.cli.command import Command, add_folder_argument, add_store_arguments, store_of
+from airflow_batchinfer.cli.command import (
+    Command,
+    add_folder_argument,
+    add_store_arguments,
+    positive,
+    store_of,
+)
 
 if TYPE_CHECKING:
     from airflow_batchinfer.pipeline.housekeeping import Removed
@@ -36,6 +42,22 @@ def delete(arguments: argparse.Namespace) -> None:
     for folder in removed.runs:
         print(folder)
     print(_summary(removed, arguments.dry_run))
+
+
+def prune(arguments: argparse.Namespace) -> None:
+    """Take a job's old runs out of the tables; their folders stay."""
+    from airflow_batchinfer.pipeline.housekeeping import vacuum_tables
+    from airflow_batchinfer.pipeline.prune import prune_tables
+
+    store, dry_run = store_of(arguments), arguments.dry_run
+    pruned = prune_tables(store, arguments.job, arguments.keep_runs, dry_run=dry_run)
+    for run_id in pruned.runs:
+        print(run_id)
+    for run_id, folder in pruned.held.items():
+        print(f"{run_id} stays: {folder} is not published yet and needs its rows")
+    done = "would be deleted" if dry_run else "deleted"
+    print(f"rows: {pruned.results:,} results, {pruned.dead_letters:,} dead letters {done}")
+    print(f"tables: {_summary(vacuum_tables(store, arguments.job, dry_run=dry_run), dry_run)}")
 
 
 def sweep(arguments: argparse.Namespace) -> None:
@@ -72,8 +94,20 @@ def _delete_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _prune_arguments(parser: argparse.ArgumentParser) -> None:
+    _job_arguments(parser)
+    parser.add_argument(
+        "--keep-runs",
+        metavar="N",
+        type=positive,
+        required=True,
+        help="published runs that stay, the newest ones",
+    )
+
+
 COMMANDS = [
     Command("account", "count a published run's rows, replays included", account, add_folder_argument),
     Command("delete", "delete a job's old runs; tables stay", delete, _delete_arguments),
+    Command("prune", "take a job's old runs out of the tables", prune, _prune_arguments),
     Command("sweep", "delete orphans, replaced table files, half-written leftovers", sweep, _job_arguments),
 ]

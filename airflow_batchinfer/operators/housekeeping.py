@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class HousekeepingOperator(BatchInferOperator):
-    """Keep a store from growing without bound. Tables lose no row.
+    """Keep a store from growing without bound. Tables lose no row, unless `keep_runs` says so.
 
     Args:
         job: the job's name.
@@ -23,6 +23,7 @@ class HousekeepingOperator(BatchInferOperator):
         storage_options: options of an S3 store; never credentials.
         delete_runs_after: delete runs in whose folder, and those of their replays, nothing was written for
             so long; none keeps them.
+        keep_runs: take all published runs but so many, the newest, out of the tables; none keeps them.
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class HousekeepingOperator(BatchInferOperator):
         store: str | None = None,
         storage_options: Mapping[str, str] | None = None,
         delete_runs_after: timedelta | None = None,
+        keep_runs: int | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -39,6 +41,7 @@ class HousekeepingOperator(BatchInferOperator):
         self.store = store
         self.storage_options = dict(storage_options or {})
         self.delete_runs_after = delete_runs_after
+        self.keep_runs = keep_runs
 
     def execute(self, context: Context) -> dict[str, Any]:
         """What was deleted. Raises `StoreError`, `SpecError`."""
@@ -48,13 +51,18 @@ class HousekeepingOperator(BatchInferOperator):
             delete_unfinished,
             vacuum_tables,
         )
+        from airflow_batchinfer.pipeline.prune import prune_tables
 
         self.use_store_connection()
         store = open_store(self.store or needed_store(), self.storage_options)
+        pruned: list[str] = []
+        if self.keep_runs is not None:
+            pruned = prune_tables(store, self.job, self.keep_runs).runs
         runs: list[str] = []
         if self.delete_runs_after is not None:
             runs = delete_runs(store, self.job, self.delete_runs_after).runs
         return {
+            "pruned": pruned,
             "runs": runs,
             "orphans": delete_orphans(store, self.job).objects,
             "table_files": vacuum_tables(store, self.job).objects,

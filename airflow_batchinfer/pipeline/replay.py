@@ -84,7 +84,7 @@ def prepare_replay(
     Raises:
         SpecError: an override that cannot be, or an unknown reason.
         PlanChangedError: the run id has a plan for other letters or another job.
-        StaleLedgerError: the run is not complete, or is published by another plan.
+        StaleLedgerError: the run is not complete, is published by another plan, or was pruned.
         InputError: the new template reads a column that the run did not freeze.
     """
     home = load_plan(store, folder)
@@ -110,6 +110,11 @@ def prepare_replay(
                 f"run {run_id!r} of job {spec.name!r} has a plan for other rows: start a new replay"
             )
         return plan
+    if store.exists(RunLayout(home.folder).pruned) and not store.exists(RunLayout(home.folder).merge):
+        raise StaleLedgerError(
+            f"run {home.run_id!r} was pruned from the tables: clear its merge, which publishes it again, "
+            "then replay it"
+        )
     layout, epoch = RunLayout(run_dir(spec.name, run_id, generation)), new_epoch()
     check_writable(store, layout, epoch)
     check_table_types(store, results_table(spec.name), OutputColumns(spec).fields)

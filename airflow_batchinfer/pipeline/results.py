@@ -10,6 +10,7 @@ from datetime import datetime
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset as ds
+from deltalake import DeltaTable
 
 from airflow_batchinfer.errors import SpecError
 from airflow_batchinfer.outcome import Outcome
@@ -150,6 +151,18 @@ def published_fields(spec: JobSpec, read: pa.Schema) -> list[pa.Field]:
     return [f.with_type(delta_type(f.type)) for f in [*carried, *OutputColumns(spec).fields]]
 
 
+def runs_in(table: DeltaTable) -> dict[str, datetime]:
+    """When each run in a results table was planned, oldest first; read from the table's log alone."""
+    files = pa.table(table.get_add_actions(flatten=True))
+    names = ["partition.run_id", "max.run_created_at"]
+    if not set(names) <= set(files.column_names):
+        return {}
+    planned: dict[str, datetime] = {}
+    for run_id, created in zip(*(files[name].to_pylist() for name in names), strict=True):
+        planned[run_id] = max(created, planned.get(run_id, created))
+    return dict(sorted(planned.items(), key=lambda run: run[1]))
+
+
 def newest_published(store: Store, job: str, *, other_than: str | None = None) -> PublishedRows | None:
     """The newest run in a job's results table, by when it was planned, but `other_than`; or none.
 
@@ -160,20 +173,10 @@ def newest_published(store: Store, job: str, *, other_than: str | None = None) -
     table = open_table(store, key)
     if table is None:
         return None
-    files = pa.table(table.get_add_actions(flatten=True))
-    names = ["partition.run_id", "max.run_created_at"]
-    if not set(names) <= set(files.column_names):
+    runs = [run_id for run_id in runs_in(table) if run_id != other_than]
+    if not runs:
         return None
-    latest = {
-        run_id: created
-        for run_id, created in sorted(
-            zip(*(files[n].to_pylist() for n in names), strict=True), key=lambda r: r[1]
-        )
-        if run_id != other_than
-    }
-    if not latest:
-        return None
-    run_id = list(latest)[-1]
+    run_id = runs[-1]
     columns = ["run_created_at", "generation", "run_fingerprint"]
     rows = dataset_of(store, key, table).head(1, columns=columns, filter=ds.field("run_id") == run_id)
     row = rows.to_pylist()[0]

@@ -128,6 +128,28 @@ def publish(store: Store, key: str, publication: Publication) -> int:
     raise AssertionError("the last attempt returns or raises")
 
 
+def delete_rows(store: Store, key: str, where: Mapping[str, Sequence[str]]) -> None:
+    """Delete, in one commit, the rows that have one of the values in each column; no table is fine.
+
+    Raises:
+        StoreError: the table cannot be written, or others kept committing to the same rows.
+    """
+    predicate = " AND ".join(f"{_name(c)} IN ({', '.join(map(_text, v))})" for c, v in where.items())
+    for attempt in range(1, _ATTEMPTS + 1):
+        table = open_table(store, key)
+        if table is None:
+            return
+        try:
+            table.delete(predicate)
+        except Exception as error:  # delta-rs has no common base for what it raises
+            passing = isinstance(error, CommitFailedError) or _BROKEN_OFF.search(str(error))
+            if attempt == _ATTEMPTS or not passing:
+                raise StoreError(f"cannot delete from {store.uri_of(key)}: {delta_words(error)}") from error
+            time.sleep(random.uniform(0.1, 0.5) * attempt)
+        else:
+            return
+
+
 def _create(store: Store, key: str, publication: Publication) -> DeltaTable:
     """The empty table. Rows come in a commit of their own: of two writers that create a table with rows
     at once, Delta would let the second append its rows to the first one's."""

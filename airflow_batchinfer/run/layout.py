@@ -80,6 +80,11 @@ class RunLayout:
         return f"{self.folder}/merge.json"
 
     @property
+    def pruned(self) -> str:
+        """What merge had published, after the run was taken out of the tables again."""
+        return f"{self.folder}/merge.pruned.json"
+
+    @property
     def stop(self) -> str:
         """The stop marker: while it exists, workers drain and exit."""
         return f"{self.folder}/stop.json"

@@ -180,6 +180,17 @@ def test_commands(store: Store, plan: Plan, capsys: pytest.CaptureFixture[str]) 
     assert store.exists(RunLayout(plan.folder).plan)
 
 
+def test_the_operator_prunes_if_it_is_told_to(tmp_path: Path, store: Store, plan: Plan) -> None:
+    from airflow_batchinfer.operators.housekeeping import HousekeepingOperator
+
+    publish_run(store, plan)
+    publish_run(store, split(store, job(tmp_path), "next"))
+    arguments = {"task_id": "housekeeping", "job": "job", "store": store.uri}
+    assert HousekeepingOperator(**arguments).execute({})["pruned"] == []
+    assert HousekeepingOperator(**arguments, keep_runs=1).execute({})["pruned"] == ["run"]
+    assert {r["run_id"] for r in table_rows(store, "job/results")} == {"next"}
+
+
 def test_the_operator_does_all_of_it(store: Store, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     from airflow_batchinfer.operators.housekeeping import HousekeepingOperator
 
@@ -192,9 +203,9 @@ def test_the_operator_does_all_of_it(store: Store, plan: Plan, monkeypatch: pyte
     arguments = {"task_id": "housekeeping", "job": "job"}
 
     done = HousekeepingOperator(**arguments, store=store.uri).execute({})
-    assert done == {"runs": [], "orphans": 1, "table_files": 0, "unfinished": 1}
+    assert done == {"pruned": [], "runs": [], "orphans": 1, "table_files": 0, "unfinished": 1}
     assert not leftover.exists()
     monkeypatch.setenv("AIRFLOW__BATCHINFER__STORE", store.uri)
-    done = HousekeepingOperator(**arguments, delete_runs_after=DAY).execute({})
-    assert done == {"runs": [plan.folder], "orphans": 0, "table_files": 0, "unfinished": 0}
+    done = HousekeepingOperator(**arguments, delete_runs_after=DAY, keep_runs=1).execute({})
+    assert done == {"pruned": [], "runs": [plan.folder], "orphans": 0, "table_files": 0, "unfinished": 0}
     assert len(table_rows(store, "job/results")) == 40

@@ -144,6 +144,23 @@ def test_an_input_that_cannot_be_read_now_is_not_taken_for_a_damaged_one(
             split(bucket, job(shaken, name, store=bucket.uri, storage_options=bucket.options()), "run")
 
 
+def test_old_runs_are_pruned(bucket: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    put_parquet(bucket, "in/a.parquet", ROWS)
+    for name in ("one", "two's", "three"):
+        plan = split(bucket, job(bucket, "in"), name)
+        publish_run(bucket, plan, dead=lambda i: Reason.TIMED_OUT if i == 3 else None)
+    option = f"endpoint_url={bucket.options()['endpoint_url']}"
+    where = ("--store", bucket.uri, "--store-option", option)
+    assert main(["prune", "job", "--keep-runs", "1", *where]) == 0
+    assert capsys.readouterr().out.splitlines()[:3] == [
+        "one",
+        "two's",
+        "rows: 76 results, 4 dead letters deleted",
+    ]
+    for table in ("job/results", "dead_letters"):
+        assert {r["run_id"] for r in table_rows(bucket, table)} == {"three"}
+
+
 def begin_upload(bucket: Store, key: str) -> None:
     """What a worker leaves that was killed while it uploaded a big part."""
     client = boto3.client("s3", endpoint_url=bucket.options()["endpoint_url"])
