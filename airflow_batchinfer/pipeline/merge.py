@@ -168,15 +168,17 @@ class _Merge:
         note.write(self._store, RunLayout(self._home.folder).replay(plan.run_id))
 
     def _results(self) -> Publication:
-        def batches(table: DeltaTable) -> Iterator[pa.RecordBatch]:
-            elsewhere = self._standing_elsewhere(table)
+        def replacement(table: DeltaTable) -> tuple[dict[str, str], Iterator[pa.RecordBatch]]:
             dataset = dataset_of(self._store, self._results_key, table)
-            return chain(self._fresh(elsewhere), self._kept(dataset, exact=False))
+            where, elsewhere = {"run_id": self._home.run_id}, np.empty(0, np.int64)
+            if not self._replaces_all(dataset):
+                where |= {"merged_by": self._plan.run_id}
+                elsewhere = self._standing_elsewhere(dataset)
+            return where, chain(self._fresh(elsewhere), self._kept(dataset, exact=False))
 
         return Publication(
             schema=self._columns.schema,
-            batches=batches,
-            where=lambda table: {"run_id": self._home.run_id} | self._own_part(table),
+            replacement=replacement,
             partition_by=results.PARTITION_BY,
             writer=self._writer,
         )
@@ -194,17 +196,12 @@ class _Merge:
         """Results that this run takes over from the last published one."""
         return kept_results(self._store, self._plan, self._columns, dataset, self._scratch, exact=exact)
 
-    def _own_part(self, table: DeltaTable) -> dict[str, str]:
-        """What of the run is replaced: what this very run merged; all of it after a restart."""
-        return {} if self._replaces_all(table) else {"merged_by": self._plan.run_id}
-
-    def _replaces_all(self, table: DeltaTable) -> bool:
+    def _replaces_all(self, dataset: ds.Dataset) -> bool:
         """Whether the table has the run's rows by an older plan, of which nothing may stay.
 
         Raises:
             StaleLedgerError: it has them by a newer plan, or by another one than this replay repairs.
         """
-        dataset = dataset_of(self._store, self._results_key, table)
         other = planned_otherwise(self._store, self._home, dataset)
         if other is None:
             return False
@@ -216,14 +213,11 @@ class _Merge:
             )
         return True
 
-    def _standing_elsewhere(self, table: DeltaTable) -> npt.NDArray[np.int64]:
+    def _standing_elsewhere(self, dataset: ds.Dataset) -> npt.NDArray[np.int64]:
         """Rows of the run that replays, but this one, have put into the results.
 
         To a replay, those count as well that the run itself put there since the replay was planned.
         """
-        if self._replaces_all(table):
-            return np.empty(0, np.int64)
-        dataset = dataset_of(self._store, self._results_key, table)
         among = planned_row_ids(self._store, self._plan) if self._plan.replay_of else None
         return merged_rows(dataset, self._home.run_id, but_by=[self._plan.run_id], among=among)
 
@@ -237,24 +231,24 @@ class _Merge:
         return [plan for plan in plans if plan is not None]
 
     def _letters(self) -> Publication:
-        def batches(_: DeltaTable) -> Iterator[pa.RecordBatch]:
+        def replacement(_: DeltaTable) -> tuple[dict[str, str], Iterator[pa.RecordBatch]]:
             replays = self._replays()
             table = open_table(self._store, self._results_key)
             resolved = np.empty(0, np.int64)
             if table is not None:
                 dataset = dataset_of(self._store, self._results_key, table)
                 resolved = merged_rows(dataset, self._home.run_id, but_by=[self._home.run_id])
-            return overlaid(
+            letters = overlaid(
                 _dead_letters(self._store, self._home),
                 [_dead_letters(self._store, plan) for plan in replays],
                 resolved,
                 Path(tempfile.mkdtemp(dir=self._scratch)),
             )
+            return {"job": self._plan.job, "run_id": self._home.run_id}, letters
 
         return Publication(
             schema=dead_letters.SCHEMA,
-            batches=batches,
-            where=lambda _: {"job": self._plan.job, "run_id": self._home.run_id},
+            replacement=replacement,
             partition_by=dead_letters.PARTITION_BY,
             writer=self._writer,
         )

@@ -36,16 +36,16 @@ _ROW_GROUP_ROWS = 128 * 1024
 
 @dataclass(frozen=True)
 class Publication:
-    """Rows that take the place of all rows matching `where`, partition columns and their values.
+    """Rows that take the place of others.
 
-    `batches` is called once an attempt, after the table's state was read, and may look at the table; the
-    iterator that it returns may not, since the table's writer runs it. An error that the iterator raises
-    stops the publication: nothing of it becomes visible.
+    `replacement` is called once an attempt, after the table's state was read, and may look at the table. It
+    gives partition columns with their values, which say what is replaced, and the rows to put there. Their
+    iterator may not look at the table, since the table's writer runs it; an error that it raises stops the
+    publication: nothing of it becomes visible.
     """
 
     schema: pa.Schema
-    batches: Callable[[DeltaTable], Iterator[pa.RecordBatch]]
-    where: Callable[[DeltaTable], Mapping[str, str]]
+    replacement: Callable[[DeltaTable], tuple[Mapping[str, str], Iterator[pa.RecordBatch]]]
     partition_by: Sequence[str]
     writer: str
     """Publications with the same writer never go through at once: the later one starts again."""
@@ -103,8 +103,9 @@ def publish(store: Store, key: str, publication: Publication) -> int:
         try:
             table = open_table(store, key) or _create(store, key, publication)
             _check_types(table, publication.schema, uri)
-            with arrow_stream(publication.schema, publication.batches(table)) as rows:
-                _write(table, publication, rows, token)
+            where, batches = publication.replacement(table)
+            with arrow_stream(publication.schema, batches) as rows:
+                _write(table, publication.writer, where, rows, token)
         except CommitFailedError as error:
             if attempt == _ATTEMPTS:
                 raise StoreError(
@@ -190,16 +191,18 @@ def _version_with(store: Store, key: str, token: str) -> int | None:
     return None
 
 
-def _write(table: DeltaTable, publication: Publication, rows: pa.RecordBatchReader, token: str) -> None:
-    version = (table.transaction_version(publication.writer) or 0) + 1
+def _write(
+    table: DeltaTable, writer: str, where: Mapping[str, str], rows: pa.RecordBatchReader, token: str
+) -> None:
+    version = (table.transaction_version(writer) or 0) + 1
     write_deltalake(
         table,
         rows,
         mode="overwrite",
         schema_mode="merge",
-        predicate=" AND ".join(f"{_name(k)} = {_text(v)}" for k, v in publication.where(table).items()),
+        predicate=" AND ".join(f"{_name(k)} = {_text(v)}" for k, v in where.items()),
         commit_properties=CommitProperties(
-            custom_metadata={_TOKEN: token}, app_transactions=[Transaction(publication.writer, version)]
+            custom_metadata={_TOKEN: token}, app_transactions=[Transaction(writer, version)]
         ),
         writer_properties=WriterProperties(compression="ZSTD", max_row_group_size=_ROW_GROUP_ROWS),
     )
