@@ -34,7 +34,7 @@ from airflow_batchinfer.pipeline.scratch import scratch_folder
 from airflow_batchinfer.pipeline.split import load_plan
 from airflow_batchinfer.pipeline.standing import merged_rows, planned_otherwise, standing_of
 from airflow_batchinfer.pipeline.tables import Publication, dataset_of, open_table, publish
-from airflow_batchinfer.run.document import Document, Timestamp
+from airflow_batchinfer.run.document import Document, FormatVersion, Timestamp
 from airflow_batchinfer.run.layout import DEAD_LETTERS, RunLayout, results_table
 from airflow_batchinfer.run.ledger import Ledger
 from airflow_batchinfer.run.plan import Plan
@@ -44,7 +44,7 @@ from airflow_batchinfer.store import Store
 class MergeResult(Document):
     """What merge published, and from which ledger."""
 
-    format_version: int = 1
+    format_version: FormatVersion = 1
     created_at: Timestamp
     ledger_sha256: str
     quarantine_sha256: str = Field(description="Digest of what validation had taken out of the results.")

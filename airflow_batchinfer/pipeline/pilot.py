@@ -19,7 +19,7 @@ from airflow_batchinfer.pipeline.shown import RowPicker, ShownRow, cut
 from airflow_batchinfer.pipeline.statistics import wilson
 from airflow_batchinfer.pipeline.verdict import Check
 from airflow_batchinfer.pipeline.words import amount, duration
-from airflow_batchinfer.run.document import Document, Timestamp
+from airflow_batchinfer.run.document import Document, FormatVersion, Timestamp
 from airflow_batchinfer.run.layout import RunLayout
 from airflow_batchinfer.run.plan import Plan
 from airflow_batchinfer.spec import JobSpec
@@ -31,7 +31,7 @@ _WORST = 5
 class PilotVerdict(Document):
     """What the pilot showed. Counts are of input rows, as everywhere."""
 
-    format_version: int = 1
+    format_version: FormatVersion = 1
     created_at: Timestamp
     shard: int | None = Field(description="The pilot's shard; none if the plan has no pilot.")
     success: bool

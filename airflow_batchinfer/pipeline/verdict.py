@@ -10,7 +10,7 @@ from airflow_batchinfer.pipeline.judge_scores import JudgeScores
 from airflow_batchinfer.pipeline.labels import LabelScores
 from airflow_batchinfer.pipeline.profile import Profile
 from airflow_batchinfer.pipeline.quarantine import Quarantine
-from airflow_batchinfer.run.document import Document, Timestamp
+from airflow_batchinfer.run.document import Document, FormatVersion, Timestamp
 
 Origin = Literal["task", "spec", "suite", "limit", "drift"]
 Severity = Literal["critical", "warning", "info"]
@@ -41,7 +41,7 @@ class Check(Document):
 class Verdict(Document):
     """Result of validation. `publish` is what merge and the gate obey."""
 
-    format_version: int = 1
+    format_version: FormatVersion = 1
     created_at: Timestamp
     ledger_sha256: str = Field(description="Digest of the ledger it judged.")
     success: bool = Field(description="No critical check failed.")

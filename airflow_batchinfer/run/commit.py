@@ -8,7 +8,7 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from airflow_batchinfer.errors import CorruptError
-from airflow_batchinfer.run.document import Document, Timestamp
+from airflow_batchinfer.run.document import Document, FormatVersion, Timestamp
 from airflow_batchinfer.run.layout import RunLayout
 from airflow_batchinfer.store import Store
 
@@ -52,7 +52,7 @@ class Commit(Document):
     that `sum(counts.values()) == rows`. `tokens` counts what was paid for, once a sent row.
     """
 
-    format_version: int = 1
+    format_version: FormatVersion = 1
     shard: int
     epoch: str
     fingerprint: str

@@ -13,7 +13,7 @@ import json
 import re
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
@@ -35,6 +35,10 @@ def _checked_time(text: str) -> str:
 
 Timestamp = Annotated[str, AfterValidator(_checked_time)]
 """A time with its zone, ISO 8601; empty if it is not known."""
+
+
+FormatVersion = Literal[1]
+"""Counted up by a release that gives the fields of a document another meaning: older ones refuse it then."""
 
 
 class Document(BaseModel):

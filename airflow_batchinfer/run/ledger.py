@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from airflow_batchinfer.run.commit import Tokens
-from airflow_batchinfer.run.document import Document, Timestamp
+from airflow_batchinfer.run.document import Document, FormatVersion, Timestamp
 
 
 class LedgerShard(Document):
@@ -27,7 +27,7 @@ class LedgerShard(Document):
 class Ledger(Document):
     """A run's account. `complete` only if each shard has a commit and all sums agree."""
 
-    format_version: int = 1
+    format_version: FormatVersion = 1
     job: str
     run_id: str
     generation: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from airflow_batchinfer.run.document import Document, Timestamp
+from airflow_batchinfer.run.document import Document, FormatVersion, Timestamp
 from airflow_batchinfer.spec import JobSpec
 
 
@@ -68,7 +68,7 @@ class ReplayOf(Document):
 class Plan(Document):
     """A run's plan. Its shards' rows and the kept ones add up to `input.rows`."""
 
-    format_version: int = 1
+    format_version: FormatVersion = 1
     job: str
     run_id: str = Field(description="Airflow's run id (or the caller's), as it is.")
     generation: int = 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 
 from airflow_batchinfer.errors import UnreadableError
-from airflow_batchinfer.run.document import Document, Timestamp
+from airflow_batchinfer.run.document import Document, FormatVersion, Timestamp
 from airflow_batchinfer.run.layout import RunLayout
 from airflow_batchinfer.store import Store
 
@@ -13,7 +13,7 @@ from airflow_batchinfer.store import Store
 class Stop(Document):
     """Who stopped the run, when and why."""
 
-    format_version: int = 1
+    format_version: FormatVersion = 1
     created_at: Timestamp
     by: str
     """For instance `worker, shard 0003`, or a person's name."""

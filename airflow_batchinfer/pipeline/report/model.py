@@ -13,7 +13,7 @@ from airflow_batchinfer.pipeline.profile import Profile
 from airflow_batchinfer.pipeline.shown import ShownRow
 from airflow_batchinfer.pipeline.verdict import Verdict
 from airflow_batchinfer.run.commit import Tokens
-from airflow_batchinfer.run.document import Document, Timestamp
+from airflow_batchinfer.run.document import Document, FormatVersion, Timestamp
 from airflow_batchinfer.run.stop import Stop
 
 
@@ -57,7 +57,7 @@ class Throughput(Document):
 class Report(Document):
     """One run, told from its store. Counts are of input rows unless they say otherwise."""
 
-    format_version: int = 1
+    format_version: FormatVersion = 1
     job: str
     run_id: str
     generation: int

@@ -57,6 +57,12 @@ def test_a_document_of_another_release_is_not_damaged(store: LocalStore, layout:
     assert Plan.read_fields(store, layout.plan)["speed"] == "fast"
 
 
+def test_a_document_whose_fields_mean_something_else_is_refused(store: LocalStore, layout: RunLayout) -> None:
+    rewrite_as_other_release(store, layout.plan, format_version=2)
+    with pytest.raises(ReleaseError, match="format_version: Input should be 1"):
+        Plan.read(store, layout.plan)
+
+
 def test_a_flipped_byte_is_damage_whichever_release_wrote_it(store: LocalStore, layout: RunLayout) -> None:
     rewrite_as_other_release(store, layout.plan, speed="fast")
     store.write_bytes(layout.plan, store.read_bytes(layout.plan).replace(b'"fast"', b'"fost"'))
