@@ -23,7 +23,7 @@ from airflow_batchinfer.store import Store
 
 _END = b"\n}\n"
 _SEAL = re.compile(rb',\n "sha256": "([0-9a-f]{64})"\n}\n\Z')
-_RELEASE = re.compile(rb',\s*"written_by": "([^"\\]*)"\s*}\s*\Z')
+_RELEASE = re.compile(rb',\s*"written_by":\s*"([^"\\]*)"\s*}\s*\Z')
 """Not as strict as the seal: who changes a document by hand may lay it out anew."""
 
 
