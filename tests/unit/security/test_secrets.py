@@ -153,6 +153,7 @@ def test_neither_the_workers_log_nor_its_files_say_the_key(
         retry={"engine_attempts": 1, "engine_restarts": 0},
     )
     said = "".join(run.start().communicate(timeout=60))
+    assert "HTTP Request" not in said  # nor is there a line for each request
     if status == 401:
         assert "bad header Bearer ***" in said
     else:
