@@ -22,6 +22,7 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -61,6 +62,19 @@ RESERVED_OUTPUT_COLUMNS = frozenset(
     }
 )
 """Columns the results table always has; an output or carried column may not take their names."""
+
+
+FROM_STORE = {"from_store": True}
+"""Validation context of a spec that stands in a stored document.
+
+It was accepted when its run was planned. Refusals that only save the author of a new spec from a mistake
+leave it alone, or each one that is added would make plans unreadable whose rows are paid for. What the code
+relies on is checked all the same.
+"""
+
+
+def _is_stored(info: ValidationInfo) -> bool:
+    return bool(info.context == FROM_STORE)
 
 
 def _storage_options(value: dict[str, str]) -> dict[str, str]:
@@ -278,8 +292,12 @@ class ModelSpec(_Strict):
                 )
         if "trust_remote_code" in self.engine:
             raise ValueError("set `model.trust_remote_code`, not `model.engine.trust_remote_code`")
+        return self
+
+    @model_validator(mode="after")
+    def _one_replica(self, info: ValidationInfo) -> Self:
         replicas = [name for name in self.engine if name.startswith("data_parallel")]
-        if replicas and self.backend == "vllm":
+        if replicas and self.backend == "vllm" and not _is_stored(info):
             # vLLM's own class for batches refuses it as well: it may hang.
             raise ValueError(
                 f"leave out `engine.{replicas[0]}`: a worker's engine is one replica of the model; more "
@@ -474,13 +492,22 @@ _COMBINATIONS = {"generate": ("concat", "list"), "choice": ("majority",)}
 """By task, the `overlong.combine` whose outcome is again an answer of the task."""
 
 
+def _known_reason(name: str, info: ValidationInfo) -> str:
+    known = [reason.value for reason in Reason]
+    if name not in known and not _is_stored(info):
+        raise ValueError(f"unknown reason (allowed: {', '.join(known)})")
+    return name
+
+
 class FailureSpec(_Strict):
     """How much may go wrong before `validate` holds the results back."""
 
     max_dead_fraction: float = Field(
         0.05, ge=0.0, le=1.0, description="Most dead letters, as a fraction of the input rows."
     )
-    max_dead_by_reason: dict[Reason, Annotated[float, Field(ge=0.0, le=1.0)]] = Field(
+    max_dead_by_reason: dict[
+        Annotated[str, AfterValidator(_known_reason)], Annotated[float, Field(ge=0.0, le=1.0)]
+    ] = Field(
         default_factory=dict,
         description=(
             "The same for single reasons, e.g. `over_long: 0.01`. Reasons are "
@@ -549,8 +576,8 @@ class LineSpec(_Strict):
     )
 
     @model_validator(mode="after")
-    def _judges_at_all(self) -> Self:
-        if self.min_rows > self.window:
+    def _judges_at_all(self, info: ValidationInfo) -> Self:
+        if self.min_rows > self.window and not _is_stored(info):
             raise ValueError(
                 f"`min_rows` ({self.min_rows}) is more than `window` ({self.window}) holds: nothing would be "
                 "judged"
@@ -805,8 +832,10 @@ class JobSpec(_Strict):
         return self
 
     @model_validator(mode="after")
-    def _limits_can_be_broken(self) -> Self:
+    def _limits_can_be_broken(self, info: ValidationInfo) -> Self:
         """A limit that nothing measures would pass for one that holds."""
+        if _is_stored(info):
+            return self
         for name, limit in self.gate:
             unset = (None, GateSpec.model_fields[name].default)
             if self.pilot is None and name != "min_judge_pass" and limit not in unset:
@@ -826,10 +855,10 @@ class JobSpec(_Strict):
         return self
 
     @model_validator(mode="after")
-    def _windows_make_an_answer(self) -> Self:
+    def _windows_make_an_answer(self, info: ValidationInfo) -> Self:
         """What the answers to a row's windows are joined to is checked by nobody."""
         task, combine = self.task.type, self.overlong.combine
-        if self.overlong.policy != "split":
+        if self.overlong.policy != "split" or _is_stored(info):
             return self
         fitting = _COMBINATIONS.get(task)
         if fitting is None:
@@ -850,14 +879,18 @@ class JobSpec(_Strict):
         return [*self.input.carry, *extra]
 
     @classmethod
-    def parse(cls, data: Mapping[str, Any]) -> Self:
+    def parse(cls, data: Mapping[str, Any], *, stored: bool = False) -> Self:
         """Validate a mapping.
+
+        Args:
+            data: the spec's fields.
+            stored: they come from a run's plan, see `FROM_STORE`.
 
         Raises:
             SpecError: with one line per fault: the field's path, what is wrong, what is allowed.
         """
         try:
-            return cls.model_validate(dict(data))
+            return cls.model_validate(dict(data), context=FROM_STORE if stored else None)
         except ValidationError as error:
             raise SpecError(_explain(error)) from error
 

@@ -19,6 +19,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from airflow_batchinfer import __version__
 from airflow_batchinfer.errors import CorruptError, ReleaseError
+from airflow_batchinfer.spec import FROM_STORE
 from airflow_batchinfer.store import Store
 
 _END = b"\n}\n"
@@ -76,7 +77,7 @@ class Document(BaseModel):
         """
         stored = _Stored.of(store.read_bytes(key))
         try:
-            document = cls.model_validate_json(stored.body)
+            document = cls.model_validate_json(stored.body, context=FROM_STORE)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             problem = f"{'.'.join(map(str, first['loc'])) or 'document'}: {first['msg']}"

@@ -37,7 +37,7 @@ def main() -> None:
         # Imports and configuration take seconds and no accelerator: they do not wait for the word to start.
         from airflow_batchinfer.worker.engines.vllm_driver import VllmDriver
 
-        driver = VllmDriver(JobSpec.parse(job[1]))
+        driver = VllmDriver(JobSpec.parse(job[1], stored=True))
         word = host.incoming.get()
         if word is None or word[0] != "start":
             return

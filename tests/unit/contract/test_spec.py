@@ -65,7 +65,7 @@ def _changed(path: str, value: Any) -> dict[str, Any]:
         (
             "failure",
             {"max_dead_by_reason": {"overlong": 0.1}},
-            "by_reason.overlong: Input should be",
+            "by_reason.overlong: unknown reason (allowed: empty_input, ",
         ),
         (
             "failure",
@@ -135,6 +135,26 @@ def test_answers_to_windows_must_make_an_answer_of_the_task(
     with pytest.raises(SpecError) as caught:
         JobSpec.parse(LEAST | {"task": task, "overlong": overlong})
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"gate": {"max_tokens": 5}},
+        {"gate": {"min_judge_pass": 0.5}},
+        {"line": {"window": 50, "min_rows": 60}},
+        {"failure": {"max_dead_by_reason": {"overlong": 0.1}}},
+        {"model": {"name": "m", "engine": {"data_parallel_size": 2}}},
+        {"overlong": {"policy": "split", "column": "text"}, "task": {"type": "json", "schema": {}}},
+    ],
+)
+def test_a_spec_that_a_plan_has_is_read_whatever_new_ones_are_refused_for(fields: dict[str, Any]) -> None:
+    with pytest.raises(SpecError):
+        JobSpec.parse(LEAST | fields)
+    stored = JobSpec.parse(LEAST | fields, stored=True)
+    assert JobSpec.parse(stored.dump(), stored=True) == stored
+    with pytest.raises(SpecError, match="gate.max_token: unknown field"):
+        JobSpec.parse(LEAST | fields | {"gate": {"max_token": 5}}, stored=True)
 
 
 def test_all_faults_are_told_at_once() -> None:

@@ -25,6 +25,7 @@ from airflow_batchinfer.pipeline.split import split
 from airflow_batchinfer.pipeline.standing import standing_of
 from airflow_batchinfer.run.layout import RunLayout
 from airflow_batchinfer.run.plan import Plan
+from airflow_batchinfer.spec import GateSpec, JobSpec
 from airflow_batchinfer.store import Store
 from tests.unit.pipeline.runs import (
     commit_run,
@@ -222,6 +223,18 @@ def test_limits_of_the_pilot_and_the_judge_do_not_bind_a_replay(tmp_path: Path, 
     publish_run(store, home, dead=dead_at_first)
     publish_run(store, prepare_replay(store, home.folder, "again"))
     assert standing_of(store, home).dead == 0
+
+
+def test_a_replay_planned_before_its_spec_would_be_refused_holds_up_nothing(store: Store, home: Plan) -> None:
+    replay = prepare_replay(store, home.folder, "again")
+    spec = replay.spec.model_copy(update={"gate": GateSpec(max_tokens=5)})  # without a pilot
+    with pytest.raises(SpecError, match="needs `pilot`"):
+        JobSpec.parse(spec.dump())
+    replay.model_copy(update={"spec": spec}).write(store, RunLayout(replay.folder).plan)
+    publish_run(store, Plan.read(store, RunLayout(replay.folder).plan))
+    store.delete(RunLayout(home.folder).merge)
+    merge(store, home.folder)
+    assert check_sums(store, home) == {"resolved": len(dead_rows())}
 
 
 def test_replay_of_a_replay_or_of_an_open_run(tmp_path: Path, store: Store, home: Plan) -> None:
