@@ -95,6 +95,8 @@ def test_whole_run_with_a_replay(bucket: Store) -> None:
     merge(bucket, plan.folder)
     assert [r["row_id"] for r in table_rows(bucket, "job/results")] == list(range(40))
     assert vacuum_tables(bucket, "job").objects == 0
+    assert vacuum_tables(bucket, "job", OLD).objects >= 1
+    assert [r["row_id"] for r in table_rows(bucket, "job/results")] == list(range(40))
     assert delete_runs(bucket, "job", timedelta(days=-1)).runs == [
         "job/runs/again",
         "job/runs/run",
