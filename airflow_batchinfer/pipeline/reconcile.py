@@ -8,6 +8,7 @@ and one line a shard.
 from __future__ import annotations
 
 import array
+import logging
 import os
 from collections import Counter
 from collections.abc import Sequence
@@ -31,6 +32,8 @@ from airflow_batchinfer.run.plan import Plan, PlannedShard
 from airflow_batchinfer.run.progress import latest_progress
 from airflow_batchinfer.run.shard import COPIES, ROW_ID
 from airflow_batchinfer.store import Store
+
+log = logging.getLogger(__name__)
 
 _PROOF_COLUMNS = [ROW_ID, "outcome", "reason", "prompt_tokens", "output_tokens"]
 
@@ -56,9 +59,8 @@ def reconcile(store: Store, folder: str) -> Ledger:
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         audits = list(pool.map(lambda shard: _audit(store, plan, shard), plan.shards))
     ledger = _keep_if_equal(store, layout, _ledger(plan, audits))
-    for audit in audits:
-        if audit.unsound is not None:
-            withdraw_commit(store, layout, audit.unsound)
+    for commit in (commit for audit in audits for commit in audit.unsound):
+        withdraw_commit(store, layout, commit)
     if not ledger.complete:
         shown = "\n".join(f"- {problem}" for problem in ledger.problems[:_SHOWN])
         more = len(ledger.problems) - _SHOWN
@@ -107,8 +109,8 @@ def _ledger(plan: Plan, audits: Sequence[_Audit]) -> Ledger:
 class _Audit:
     line: LedgerShard
     problems: list[str] = field(default_factory=list)
-    unsound: Commit | None = None
-    """The shard's commit, if it does not answer the plan or its parts do not hold what it says."""
+    unsound: list[Commit] = field(default_factory=list)
+    """Commits of the shard that do not answer the plan, or whose parts do not hold what they say."""
 
 
 def _audit(store: Store, plan: Plan, shard: PlannedShard) -> _Audit:
@@ -119,37 +121,38 @@ def _audit(store: Store, plan: Plan, shard: PlannedShard) -> _Audit:
     if not ours:
         reason = f"{name}: {_how_far(store, layout, shard)}{remedy}"
         return _Audit(_open_line(shard), [*(f"{name}: {d}" for d in damaged), reason])
-    commit = ours[0]
     try:
         rows = _sent_rows(store, shard)
     except CorruptError as error:
         return _Audit(_open_line(shard), [f"{name}: {error}; {_ROWS_REMEDY}"])
-    resolved = saved = 0
-    problems = [*_contradictions(shard, commit), *commit_problems(store, commit)]
-    if not problems:
+    unsound: list[Commit] = []
+    problems: list[str] = []
+    for commit in ours:
         try:
-            resolved, saved = _prove_rows(store, rows, commit)
+            resolved, saved = _prove(store, shard, rows, commit)
         except CorruptError as error:
             # A rows file that was damaged since may still read, as other rows: the commit is not to blame.
             if damage := file_problem(store, shard.rows_key, shard.rows_bytes, shard.rows_sha256):
                 return _Audit(_open_line(shard), [f"{name}: {damage}; {_ROWS_REMEDY}"])
-            problems = [str(error)]
-    if problems:
-        return _Audit(_open_line(shard), [f"{name}: {p}{remedy}" for p in problems], unsound=commit)
-    line = LedgerShard(
-        shard=shard.shard,
-        rows=shard.rows,
-        sent=shard.sent,
-        epoch=commit.epoch,
-        commit_sha256=commit.digest(),
-        counts=commit.counts,
-        reasons=commit.reasons,
-        tokens=commit.tokens,
-        duplicates_resolved=resolved,
-        dedup_tokens=saved,
-        other_commits=len(ours) - 1,
-    )
-    return _Audit(line)
+            log.warning("commit %s of shard %d is withdrawn: %s", commit.epoch, shard.shard, error)
+            unsound.append(commit)
+            problems.append(f"{name}: {error}{remedy}")
+            continue
+        line = LedgerShard(
+            shard=shard.shard,
+            rows=shard.rows,
+            sent=shard.sent,
+            epoch=commit.epoch,
+            commit_sha256=commit.digest(),
+            counts=commit.counts,
+            reasons=commit.reasons,
+            tokens=commit.tokens,
+            duplicates_resolved=resolved,
+            dedup_tokens=saved,
+            other_commits=len(ours) - len(unsound) - 1,
+        )
+        return _Audit(line, unsound=unsound)
+    return _Audit(_open_line(shard), problems, unsound)
 
 
 def _open_line(shard: PlannedShard) -> LedgerShard:
@@ -187,6 +190,18 @@ def _sent_rows(store: Store, shard: PlannedShard) -> pa.Table:
     if len(_bitmap(rows[ROW_ID])) != rows.num_rows or rows.num_rows != shard.sent:
         raise CorruptError(f"{store.uri_of(shard.rows_key)} does not hold its {shard.sent} rows")
     return rows
+
+
+def _prove(store: Store, shard: PlannedShard, rows: pa.Table, commit: Commit) -> tuple[int, int]:
+    """Prove that a commit answers the plan and that its parts hold what it says; returns as `_prove_rows`.
+
+    Raises:
+        CorruptError: says all that is wrong with it.
+    """
+    problems = [*_contradictions(shard, commit), *commit_problems(store, commit)]
+    if problems:
+        raise CorruptError("; ".join(problems))
+    return _prove_rows(store, rows, commit)
 
 
 def _prove_rows(store: Store, rows: pa.Table, commit: Commit) -> tuple[int, int]:

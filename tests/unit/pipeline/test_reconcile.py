@@ -10,6 +10,7 @@ import pytest
 from airflow_batchinfer.errors import IncompleteRunError, InputError
 from airflow_batchinfer.operators.shard_work import ShardWork
 from airflow_batchinfer.outcome import Reason
+from airflow_batchinfer.pipeline.merge import merge
 from airflow_batchinfer.pipeline.reconcile import reconcile
 from airflow_batchinfer.pipeline.split import split
 from airflow_batchinfer.run.commit import Commit, chosen_commit
@@ -156,6 +157,21 @@ def test_a_commit_for_the_rows_of_another_split_is_withdrawn(store: Store, plan:
     assert ShardWork(store, plan, [0]).open_shards() == [0]
     commit_shard(store, plan, plan.shards[0])
     assert reconcile(store, plan.folder).complete
+
+
+def test_a_sound_commit_behind_a_damaged_one_completes_the_shard(store: Store, plan: Plan) -> None:
+    """Two attempts at once have both committed: the rows are paid and proven, and nobody sends them again."""
+    damaged = commit_shard(store, plan, plan.shards[0])
+    commit_run(store, plan)
+    store.delete(damaged.parts[0].key)
+    ledger = reconcile(store, plan.folder)
+    assert ledger.complete
+    chosen = chosen_commit(store, RunLayout(plan.folder), 0, plan.fingerprint)
+    assert chosen is not None
+    assert (ledger.shards[0].epoch, ledger.shards[0].other_commits) == (chosen.epoch, 0)
+    assert chosen.epoch != damaged.epoch
+    assert reconcile(store, plan.folder) == ledger
+    merge(store, plan.folder)
 
 
 def test_a_worker_withdraws_a_damaged_commit(store: Store, plan: Plan) -> None:
