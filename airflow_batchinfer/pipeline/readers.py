@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 import gzip
+import hashlib
 import io
 import json
 import shutil
@@ -26,14 +27,12 @@ import pyarrow.csv as pc_csv
 import pyarrow.dataset as ds
 import pyarrow.fs
 import pyarrow.parquet as pq
-from deltalake import DeltaTable
-from deltalake.exceptions import DeltaError
 
 from airflow_batchinfer.errors import InputError
 from airflow_batchinfer.pipeline.delta_log import damaged_log_file
 from airflow_batchinfer.pipeline.duck import MEMORY_LIMIT, sql_name, sql_text
 from airflow_batchinfer.pipeline.inputs import FoundFile, FoundTable, find_input
-from airflow_batchinfer.pipeline.tables import delta_words
+from airflow_batchinfer.pipeline.tables import DELTA_ERRORS, delta_words, open_delta
 from airflow_batchinfer.run.parquet import UNREADABLE, batch_rows, rows_at_once
 from airflow_batchinfer.run.plan import InputFile
 from airflow_batchinfer.spec import InputSpec
@@ -192,12 +191,12 @@ class DeltaReader:
     tracked = False
 
     def __init__(self, found: FoundTable) -> None:
-        """Raises `InputError`."""
+        """Raises `InputError`, `StoreError`."""
         try:
-            table = DeltaTable(found.uri, storage_options=found.store.delta_options() or None)
+            table = open_delta(found.store, found.uri)
             filesystem, root = found.store.filesystem()
             self._dataset = table.to_pyarrow_dataset(filesystem=pa.fs.SubTreeFileSystem(root, filesystem))
-        except (DeltaError, OSError, NotImplementedError, ValueError) as error:
+        except (*DELTA_ERRORS, NotImplementedError) as error:
             damaged = damaged_log_file(found.store)
             hint = f"; {damaged} is damaged: restore it, or write the table anew" if damaged else ""
             raise InputError(
@@ -405,17 +404,18 @@ class JsonlReader(_Files):
         Line by line, since DuckDB's `json_group_structure` holds on to memory for each row.
         """
         merged: Any = None
-        seen: set[str] = set()
+        seen: set[bytes] = set()  # digests: of wide lines, the structures themselves would fill the memory
         query = connection.sql(f"SELECT json_structure(json)::VARCHAR, strlen(json) FROM {lines}")
         for batch in query.to_arrow_reader(_JSON_ROWS):
             self._lines_read += batch.num_rows
             self._bytes_read += pc.sum(batch.column(1)).as_py() or 0
             for text in pc.unique(batch.column(0)).to_pylist():
-                if text in seen:
+                digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
+                if digest in seen:
                     continue
                 if len(seen) >= _STRUCTURES:
                     seen.clear()
-                seen.add(text)
+                seen.add(digest)
                 try:
                     line = _open(json.loads(text))
                 except RecursionError:

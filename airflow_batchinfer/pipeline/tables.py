@@ -25,6 +25,12 @@ _ATTEMPTS = 8
 _BROKEN_OFF = re.compile(r"error sending request|connection|timed? ?out", re.IGNORECASE)
 """delta-rs on a network that failed in the middle of a commit or an answer: worth another try."""
 
+_NOT_GIVEN = re.compile(rf"{_BROKEN_OFF.pattern}|error performing (?!.*404)", re.IGNORECASE)
+"""delta-rs on a request that failed, or that the server refused: it says nothing about the table."""
+
+DELTA_ERRORS = (DeltaError, OSError, ValueError)
+"""What delta-rs raises while it opens a table."""
+
 _TOKEN = "batchinferWrite"
 """Key in a commit's metadata by which its writer knows it again."""
 _LOOKED_BACK = 20
@@ -57,16 +63,32 @@ def open_table(store: Store, key: str) -> DeltaTable | None:
     Raises:
         StoreError: it cannot be read.
     """
+    uri = store.uri_of(key)
+    try:
+        return open_delta(store, uri)
+    except TableNotFoundError:
+        return None
+    except DELTA_ERRORS as error:
+        raise StoreError(f"cannot read the table {uri}: {delta_words(error)}") from error
+
+
+def open_delta(store: Store, uri: str) -> DeltaTable:
+    """The Delta table at `uri`, which is in the store.
+
+    Raises:
+        StoreError: the store does not give it now, which says nothing about the table.
+        DELTA_ERRORS: what delta-rs says of it.
+    """
     for attempt in range(1, _ATTEMPTS + 1):
         try:
-            return DeltaTable(store.uri_of(key), storage_options=store.delta_options() or None)
+            return DeltaTable(uri, storage_options=store.delta_options() or None)
         except TableNotFoundError:
-            return None
-        except (DeltaError, OSError, ValueError) as error:
+            raise
+        except DELTA_ERRORS as error:
+            if not _NOT_GIVEN.search(str(error)):
+                raise
             if attempt == _ATTEMPTS or not _BROKEN_OFF.search(str(error)):
-                raise StoreError(
-                    f"cannot read the table {store.uri_of(key)}: {delta_words(error)}"
-                ) from error
+                raise StoreError(f"cannot read the table {uri}: {delta_words(error)}") from error
             time.sleep(random.uniform(0.1, 0.5) * attempt)
     raise AssertionError("the last attempt returns or raises")
 
