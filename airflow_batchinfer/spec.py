@@ -123,7 +123,8 @@ class InputSpec(_Strict):
     path: str | list[str] = Field(
         description=(
             "File, folder, glob (only `**` crosses a `/`), or a list of them; local, `s3://` or a Delta "
-            "table's folder."
+            "table's folder. Folders and globs pass over names that begin with `.` or `_`, unless the glob "
+            "itself says so (`_*`)."
         )
     )
     format: Literal["auto", "parquet", "jsonl", "csv", "delta"] = Field(

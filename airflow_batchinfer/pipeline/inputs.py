@@ -34,6 +34,9 @@ COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 
 _GLOB = frozenset("*?[")
 
+_NO_DATA = (".", "_")
+"""How names of hidden files and of markers begin."""
+
 
 @dataclass(frozen=True)
 class FoundFile:
@@ -122,10 +125,7 @@ def _local_files(path: str, spec: InputSpec) -> list[FoundFile]:
     elif os.path.isfile(local):
         candidates, empty = [local], ""
     elif _GLOB & set(local):
-        candidates, empty = (
-            [p for p in glob.glob(local, recursive=True) if os.path.isfile(p)],
-            "no file matches",
-        )
+        candidates, empty = _local_matches(local), "no file matches"
     else:
         raise InputError(f"input.path: {path} does not exist{_near(Path(local))}")
     single = candidates == [local]
@@ -137,6 +137,12 @@ def _local_files(path: str, spec: InputSpec) -> list[FoundFile]:
             f"input.path: {path}: {empty or f'no known extension ({_known()}); set input.format'}"
         )
     return files
+
+
+def _local_matches(pattern: str) -> list[str]:
+    """The files that a glob matches, by the same rules as on S3: Python's own take `_x` for data."""
+    found = [path for path in glob.glob(pattern, recursive=True) if os.path.isfile(path)]
+    return [p for p in found if glob_matches(os.path.normpath(pattern), os.path.normpath(p))]
 
 
 def _local_file(path: str, spec: InputSpec) -> FoundFile:
@@ -155,18 +161,21 @@ def _local_file(path: str, spec: InputSpec) -> FoundFile:
 def _s3_files(path: str, spec: InputSpec) -> list[FoundFile]:
     bucket, _, key = path.removeprefix("s3://").partition("/")
     store = open_store(f"s3://{bucket}", spec.storage_options)
-    folder = key
-    if _GLOB & set(key):
+    folder, globbed = key, bool(_GLOB & set(key))
+    if globbed:
         folder = key[: min(key.index(c) for c in _GLOB if c in key)].rpartition("/")[0]
     listed = list(store.list(folder.rstrip("/")))
-    if folder != key:
+    if globbed:
         listed = [i for i in listed if i.key == key] or [i for i in listed if glob_matches(key, i.key)]
     elif not listed:
         parent = key.rpartition("/")[0]
         listed = [i for i in store.list(parent) if i.key == key]
     if not listed:
         raise InputError(f"input.path: {path}: there is no such object, folder or match")
-    single = len(listed) == 1 and listed[0].key == key
+    wanted = listed
+    if len(listed) > 1 or listed[0].key != key:
+        wanted = [i for i in listed if globbed or _is_data(Path(i.key[len(folder) :]))]
+        wanted = [i for i in wanted if _format_of(i.key) or spec.format != "auto"]
     files = [
         FoundFile(
             InputFile(uri=f"s3://{bucket}/{i.key}", size=i.size, version=f"{i.modified:.6f}"),
@@ -175,8 +184,7 @@ def _s3_files(path: str, spec: InputSpec) -> list[FoundFile]:
             _format_or_fail(i.key, spec),
             _compression_of(i.key),
         )
-        for i in listed
-        if single or ((_format_of(i.key) or spec.format != "auto") and _is_data(Path(i.key[len(folder) :])))
+        for i in wanted
     ]
     if not files:
         raise InputError(
@@ -187,18 +195,21 @@ def _s3_files(path: str, spec: InputSpec) -> list[FoundFile]:
 
 
 def glob_matches(pattern: str, key: str) -> bool:
-    """Whether an object is one of a glob's, by the rules of local paths: only `**` crosses a `/`."""
+    """Whether a name is one of a glob's: only `**` crosses a `/`, and what begins with `.` or `_` is matched
+    only where the pattern itself begins so (`_*`)."""
     return _parts_match(pattern.split("/"), key.split("/"))
 
 
 def _parts_match(patterns: Sequence[str], parts: Sequence[str]) -> bool:
     if not patterns:
         return not parts
+    if patterns[0] == "**" and _parts_match(patterns[1:], parts):
+        return True
+    if not parts or (parts[0].startswith(_NO_DATA) and parts[0][0] != patterns[0][:1]):
+        return False
     if patterns[0] == "**":
-        return any(_parts_match(patterns[1:], parts[i:]) for i in range(len(parts) + 1))
-    return (
-        bool(parts) and fnmatch.fnmatchcase(parts[0], patterns[0]) and _parts_match(patterns[1:], parts[1:])
-    )
+        return _parts_match(patterns, parts[1:])
+    return fnmatch.fnmatchcase(parts[0], patterns[0]) and _parts_match(patterns[1:], parts[1:])
 
 
 def _is_delta(path: str, spec: InputSpec) -> bool:
@@ -217,7 +228,7 @@ def _local_path(path: str) -> str:
 
 def _is_data(path: Path) -> bool:
     """Whether no part of the name is hidden or a marker, as Spark and Hive write them."""
-    return not any(part.startswith((".", "_")) for part in path.parts)
+    return not any(part.startswith(_NO_DATA) for part in path.parts)
 
 
 def _format_of(path: str) -> str | None:

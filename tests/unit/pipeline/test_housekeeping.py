@@ -164,7 +164,7 @@ def test_vacuum_keeps_the_current_version(store: Store, plan: Plan) -> None:
 def test_vacuum_keeps_old_files_that_were_replaced_just_now(
     tmp_path: Path, store: Store, run_id: str
 ) -> None:
-    """Somebody may be reading the version before; of an id with escapes, delta-rs knows the file's age only."""
+    """Somebody may be reading them; of an id with escapes, delta-rs knows the file's own age only."""
     write_input(tmp_path, [{"text": f"text {i}"} for i in range(40)])
     plan = split(store, job(tmp_path), run_id)
     publish_run(store, plan)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import glob
 import gzip
 import json
 import os
+import posixpath
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import pyarrow as pa
 import pytest
 
 from airflow_batchinfer.errors import BatchInferError, InputError, StoreError
-from airflow_batchinfer.pipeline.inputs import glob_matches
+from airflow_batchinfer.pipeline.inputs import find_input, glob_matches
 from airflow_batchinfer.pipeline.readers import open_input
 from airflow_batchinfer.pipeline.split import split
 from airflow_batchinfer.run.plan import Plan
@@ -56,14 +56,47 @@ def test_a_file_a_folder_and_a_glob(tmp_path: Path, store: Store, name: str, pat
 
 
 @pytest.mark.parametrize(
-    "pattern", ["*.parquet", "*/*.parquet", "**/*.parquet", "x/**", "**/y/*", "x/*/[ab]?.parquet", "x*", "**"]
+    "pattern",
+    [
+        *("*.parquet", "*/*.parquet", "**/*.parquet", "x/**", "**/y/*", "x/*/[ab]?.parquet", "x*", "**"),
+        *("_*", "_m/*.parquet", "x/_*/*", "**/_b.parquet", "[._]*", "./x//*.parquet"),
+    ],
 )
 def test_globs_mean_the_same_on_s3(tmp_path: Path, pattern: str) -> None:
     names = ["a.parquet", "x/a.parquet", "x/y/b1.parquet", "x/y/c1.parquet", "x/y/z/b1.parquet", "xa.parquet"]
+    names += [
+        "_a.parquet",
+        ".a.parquet",
+        "_m/a.parquet",
+        "x/_m/a.parquet",
+        "x/y/_b.parquet",
+        "x/_m/_b.parquet",
+    ]
     for name in names:
         write_input(tmp_path, ROWS[:1], name)
-    local = [p for p in glob.glob(pattern, root_dir=tmp_path / "in", recursive=True) if p in names]
-    assert sorted(n for n in names if glob_matches(pattern, n)) == sorted(local)
+    folder = tmp_path / "in"
+    matching = [n for n in names if glob_matches(posixpath.normpath(pattern), n)]
+    if not matching:
+        with pytest.raises(InputError, match="no file matches"):
+            find_input(InputSpec(path=f"{folder}/{pattern}"))
+        return
+    found = find_input(InputSpec(path=f"{folder}/{pattern}"))
+    assert isinstance(found, list)
+    assert sorted(f.identity.uri for f in found) == sorted(f"{folder}/{n}" for n in matching)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "taken"),
+    [
+        ("*.parquet", ["a.parquet"]),
+        ("_*", ["_a.parquet"]),
+        ("**/*.parquet", ["a.parquet", "x/b.parquet"]),
+        ("x/_*/*.parquet", ["x/_m/c.parquet"]),
+    ],
+)
+def test_a_glob_takes_hidden_files_and_markers_only_if_it_says_so(pattern: str, taken: list[str]) -> None:
+    names = ["a.parquet", "_a.parquet", ".a.parquet", "x/b.parquet", "x/_m/c.parquet"]
+    assert [n for n in names if glob_matches(pattern, n)] == taken
 
 
 def test_row_ids_count_through_a_list_of_files_in_its_order(tmp_path: Path, store: Store) -> None:
