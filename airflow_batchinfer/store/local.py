@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 import time
 import uuid
 from collections.abc import Iterator
@@ -47,7 +48,13 @@ class LocalStore:
             shutil.move(source, temporary)
 
     def exists(self, key: str) -> bool:
-        return self._path(key).is_file()
+        path = self._path(key)
+        try:
+            return stat.S_ISREG(path.stat().st_mode)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError as error:  # a plan or a commit that cannot be looked up must not pass for missing
+            raise StoreError(f"cannot look up {path}: {error}") from error
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         folder = self._path(prefix)
@@ -55,10 +62,10 @@ class LocalStore:
             paths = (path for path in _files(folder) if not path.name.startswith(_TEMPORARY))
             for key in sorted(path.relative_to(self._root).as_posix() for path in paths):
                 try:
-                    stat = (self._root / key).stat()
+                    info = (self._root / key).stat()
                 except FileNotFoundError:  # deleted since; those behind it are still there
                     continue
-                yield ObjectInfo(key, stat.st_size, stat.st_mtime)
+                yield ObjectInfo(key, info.st_size, info.st_mtime)
         except OSError as error:
             raise StoreError(f"cannot list {folder}: {error}") from error
 

@@ -52,6 +52,14 @@ def test_a_listing_is_sorted_by_key_as_on_s3(store: LocalStore) -> None:
     assert list(store.list("a-b")) == []
 
 
+def test_an_object_that_cannot_be_looked_up_is_not_taken_for_missing(store: LocalStore) -> None:
+    store.write_bytes("run/a", b"x")
+    os.symlink("loop", store.uri_of("run/loop"))
+    with pytest.raises(StoreError, match=r"cannot look up .*loop: .*levels of symbolic links"):
+        store.exists("run/loop")
+    assert [store.exists(key) for key in ("run/a", "run/b", "run", "run/a/b")] == [True, False, False, False]
+
+
 def test_a_folder_that_cannot_be_read_is_not_taken_for_an_empty_one(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
