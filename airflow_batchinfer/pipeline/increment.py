@@ -85,7 +85,8 @@ class Increment:
         """Say of each line of the table `keys` why it runs (`change`); take out those that do not run.
 
         Raises:
-            SpecError: rows that are gone from the input cannot be kept.
+            SpecError: rows that are gone from the input cannot be kept, or answers that are to be kept do not
+                stand where this run looks for them.
         """
         self._load_prior(connection)
         label, stale = self._job_change()
@@ -120,6 +121,7 @@ class Increment:
         )
         self.removed = pq.read_metadata(self.removed_path).num_rows
         self._check_removed()
+        self._check_answers()
         connection.execute(f"DELETE FROM judged WHERE change = '{UNCHANGED}'")
         connection.execute(f"ALTER TABLE judged DROP COLUMN {PRIOR_ROW_ID}")
         connection.execute("DROP TABLE keys")
@@ -207,6 +209,24 @@ class Increment:
                 f"{theirs[0].type} in `{theirs[0].name}`, and this run writes {ours[0].type} into "
                 f"`{ours[0].name}`: set `removed_rows: tombstone`, or choose another job name"
             )
+
+    def _check_answers(self) -> None:
+        """Fail if answers are kept that stand in a column whose name only the prior plan would tell."""
+        if self.prior is None or self.prior_plan is not None:
+            return
+        if not self.changes.get(UNCHANGED) and not (self.removed and self.spec.removed_rows == "keep"):
+            return
+        answer = OutputColumns(self.spec).fields[-1].name
+        table = table_dataset(self.store, results_table(self.spec.name))
+        if answer in table.schema.names:
+            here = (ds.field("run_id") == self.prior.run_id) & ds.field(answer).is_valid()
+            if table.head(1, columns=["row_id"], filter=here).num_rows:
+                return
+        raise SpecError(
+            f"output.column: run {self.prior.run_id!r}, whose answers are to be kept, has none in "
+            f"`{answer}`, and its plan, which would tell their column, is gone or cannot be read: set the "
+            "`output.column` of that run, or choose another job name"
+        )
 
     def _changed_part(self) -> str:
         sections = {name.split(".")[0] for name in self._changed_fields if "." in name}

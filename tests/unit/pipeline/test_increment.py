@@ -14,7 +14,7 @@ from airflow_batchinfer.errors import CorruptError, SpecError
 from airflow_batchinfer.outcome import Reason
 from airflow_batchinfer.pipeline import buckets
 from airflow_batchinfer.pipeline.replay import prepare_replay
-from airflow_batchinfer.pipeline.split import split
+from airflow_batchinfer.pipeline.split import load_plan, split
 from airflow_batchinfer.pipeline.standing import standing_of
 from airflow_batchinfer.run.layout import RunLayout
 from airflow_batchinfer.run.plan import Plan
@@ -224,13 +224,30 @@ def test_answers_move_to_a_renamed_output_column(tmp_path: Path, store: Store, t
         assert {k: r["label"] for k, r in found.items()} == given
 
 
-def test_a_row_never_keeps_an_answer_that_is_not_there(tmp_path: Path, store: Store) -> None:
+@pytest.mark.parametrize("column", ["not in the table", "of an older run"])
+def test_answers_that_cannot_be_found_again_are_no_reason_to_pay_first(
+    tmp_path: Path, store: Store, column: str
+) -> None:
     """The earlier run's folder, which would tell the column's old name, is gone."""
+    renamed = {"output": {"column": "label"}}
+    if column == "of an older run":
+        night(tmp_path, store, "zero", first_night(), incremental=False, **renamed)
     one = night(tmp_path, store, "one", first_night())
     for info in list(store.list(one.folder)):
         store.delete(info.key)
+    with pytest.raises(SpecError, match=r"output\.column: run 'one', whose answers .* has none in `label`"):
+        split(store, spec(tmp_path, **renamed), "two")
+    assert split(store, spec(tmp_path), "two").changes == {"unchanged": 60}
+
+
+def test_a_row_never_keeps_an_answer_that_is_not_there(tmp_path: Path, store: Store) -> None:
+    night(tmp_path, store, "one", first_night())
+    plan = split(store, spec(tmp_path, output={"column": "label"}), "two")
+    assert plan.kept is not None
+    kept = plan.kept.model_copy(update={"prior_output": None})
+    plan.model_copy(update={"kept": kept}).write(store, RunLayout(plan.folder).plan)
     with pytest.raises(CorruptError, match="60 rows that were to keep the answer of run 'one' have none in"):
-        night(tmp_path, store, "two", first_night(), output={"column": "label"})
+        publish_run(store, load_plan(store, plan.folder))
     assert not results(store, "two")
 
 
