@@ -7,8 +7,9 @@ dead letters; it publishes nothing under its own name.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from airflow_batchinfer.errors import InputError, PlanChangedError, SpecError, StaleLedgerError
+from airflow_batchinfer.errors import (
+    InputError,
+    PlanChangedError,
+    SpecError,
+    StaleLedgerError,
+    UnreadableError,
+)
 from airflow_batchinfer.outcome import Outcome, Reason
 from airflow_batchinfer.pipeline.accounting import answered_of_run, current_account
 from airflow_batchinfer.pipeline.answered import AnsweredBatch
@@ -36,12 +43,16 @@ from airflow_batchinfer.pipeline.split import (
 from airflow_batchinfer.pipeline.standing import merged_rows, planned_otherwise
 from airflow_batchinfer.pipeline.tables import check_table_types, dataset_of, open_table
 from airflow_batchinfer.run.epoch import new_epoch
-from airflow_batchinfer.run.layout import RunLayout, results_table, run_dir
+from airflow_batchinfer.run.layout import RunLayout, results_table, run_dir, runs_dir
 from airflow_batchinfer.run.plan import InputFile, Plan, ReplayOf
 from airflow_batchinfer.run.shard import TRACKED_FIELDS
-from airflow_batchinfer.run.status import plans_of
 from airflow_batchinfer.spec import JobSpec
 from airflow_batchinfer.store import Store
+
+log = logging.getLogger(__name__)
+
+_CLOCKS_APART = timedelta(hours=1)
+"""How much the clocks of the store and of who plans runs may differ."""
 
 FIXED_FIELDS = frozenset(
     {
@@ -147,15 +158,21 @@ def _newest_run(store: Store, job: str) -> str | None:
     A run whose rows are all dead stands in no results, and a run whose folder was deleted stands nowhere
     else: that one is to be missed, and not an older one repaired in its stead.
     """
-    runs = {
-        datetime.fromisoformat(plan.created_at): plan.run_id
-        for plan in plans_of(store, job)
-        if plan.replay_of is None and store.exists(RunLayout(plan.folder).merge)
-    }
     in_results = newest_published(store, job)
-    if in_results is not None:
-        runs[in_results.created_at] = in_results.run_id
-    return runs[max(runs)] if runs else None
+    newest = (in_results.created_at, in_results.run_id) if in_results else None
+    for folder in store.folders(runs_dir(job)):
+        merged = store.info(RunLayout(folder).merge)
+        if merged is None or (newest and merged.modified < (newest[0] - _CLOCKS_APART).timestamp()):
+            continue  # it was published, or rather planned, before the newest one was planned
+        try:
+            plan = Plan.read(store, RunLayout(folder).plan)
+        except (FileNotFoundError, UnreadableError) as error:
+            log.warning("%s is not thought of: %s", folder, error)
+            continue
+        planned = (datetime.fromisoformat(plan.created_at), plan.run_id)
+        if plan.replay_of is None and (newest is None or planned > newest):
+            newest = planned
+    return newest[1] if newest else None
 
 
 class LetterReader:

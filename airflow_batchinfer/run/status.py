@@ -115,23 +115,7 @@ def _shard_status(store: Store, layout: RunLayout, plan: Plan, planned: PlannedS
     return ShardStatus(planned, commit, progress)
 
 
-def plans_of(store: Store, job: str) -> list[Plan]:
-    """The plans of a job's runs, all generations, oldest first.
-
-    Raises `StoreError`, `UnreadableError`.
-    """
-    plans = [Plan.read(store, info.key) for info in plan_objects(store, job)]
-    return sorted(plans, key=lambda plan: plan.created_at)
-
-
 def plan_objects(store: Store, job: str) -> list[ObjectInfo]:
-    """Where the plans of a job's runs stand, all generations.
-
-    Lists every object of every run: a thousand objects a call on S3. Raises `StoreError`.
-    """
-    depth = runs_dir(job).count("/") + 2
-    return [
-        info
-        for info in store.list(runs_dir(job))
-        if info.key.endswith("/plan.json") and info.key.count("/") == depth
-    ]
+    """Where the plans of a job's runs stand, all generations. Raises `StoreError`."""
+    found = (store.info(RunLayout(folder).plan) for folder in store.folders(runs_dir(job)))
+    return [info for info in found if info is not None]

@@ -47,8 +47,16 @@ class Store(Protocol):
         """Whether the object is there."""
         ...
 
+    def info(self, key: str) -> ObjectInfo | None:
+        """The object's size and age; none if it is not there."""
+        ...
+
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """Objects whose key starts with the folder `prefix`, at any depth, sorted by key."""
+        ...
+
+    def folders(self, prefix: str) -> Iterator[str]:
+        """Keys of the folders that stand in the folder `prefix`, sorted; what is in them is not listed."""
         ...
 
     def delete(self, key: str) -> None:

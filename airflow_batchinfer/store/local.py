@@ -48,13 +48,17 @@ class LocalStore:
             shutil.move(source, temporary)
 
     def exists(self, key: str) -> bool:
+        return self.info(key) is not None
+
+    def info(self, key: str) -> ObjectInfo | None:
         path = self._path(key)
         try:
-            return stat.S_ISREG(path.stat().st_mode)
+            found = path.stat()
         except (FileNotFoundError, NotADirectoryError):
-            return False
+            return None
         except OSError as error:  # a plan or a commit that cannot be looked up must not pass for missing
             raise StoreError(f"cannot look up {path}: {error}") from error
+        return ObjectInfo(key, found.st_size, found.st_mtime) if stat.S_ISREG(found.st_mode) else None
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         folder = self._path(prefix)
@@ -68,6 +72,19 @@ class LocalStore:
                 yield ObjectInfo(key, info.st_size, info.st_mtime)
         except OSError as error:
             raise StoreError(f"cannot list {folder}: {error}") from error
+
+    def folders(self, prefix: str) -> Iterator[str]:
+        folder = self._path(prefix)
+        try:
+            with os.scandir(folder) as entries:
+                # By what their objects' keys begin with, as on S3.
+                names = sorted(f"{entry.name}/" for entry in entries if entry.is_dir())
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        except OSError as error:
+            raise StoreError(f"cannot list {folder}: {error}") from error
+        for name in names:
+            yield (folder / name).relative_to(self._root).as_posix()
 
     def delete(self, key: str) -> None:
         try:

@@ -109,29 +109,31 @@ class S3Store:
             raise StoreError(f"cannot upload {source} to {self.uri_of(key)}: {error}") from error
 
     def exists(self, key: str) -> bool:
+        return self.info(key) is not None
+
+    def info(self, key: str) -> ObjectInfo | None:
         name = self._name(key)
         try:
             with store_errors("look up", self.uri_of(key)):
-                _answered(partial(self._client().head_object, Bucket=self._bucket, Key=name))
+                head = _answered(partial(self._client().head_object, Bucket=self._bucket, Key=name))
         except FileNotFoundError:
-            return False
-        return True
+            return None
+        return ObjectInfo(key, head["ContentLength"], head["LastModified"].timestamp())
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        # A page at a time: S3 lists in the order of keys, so nothing has to be held to sort it.
-        folder = self._folder(prefix)
         cut = len(self._folder(""))
-        with store_errors("list", self.uri_of(prefix)):
-            ask = partial(self._client().list_objects_v2, Bucket=self._bucket, Prefix=folder)
-            more: str | None = ""
-            while more is not None:
-                page = _answered(partial(ask, ContinuationToken=more) if more else ask)
-                more = page.get("NextContinuationToken") if page.get("IsTruncated") else None
-                for item in page.get("Contents", []):
-                    if item["Key"].endswith("/"):  # a folder's placeholder, as consoles make them
-                        continue
-                    modified = item["LastModified"].timestamp()
-                    yield ObjectInfo(item["Key"][cut:], item["Size"], modified)
+        for page in self._pages(prefix):
+            for item in page.get("Contents", []):
+                if item["Key"].endswith("/"):  # a folder's placeholder, as consoles make them
+                    continue
+                modified = item["LastModified"].timestamp()
+                yield ObjectInfo(item["Key"][cut:], item["Size"], modified)
+
+    def folders(self, prefix: str) -> Iterator[str]:
+        cut = len(self._folder(""))
+        for page in self._pages(prefix, Delimiter="/"):
+            for found in page.get("CommonPrefixes", []):
+                yield found["Prefix"][cut:].removesuffix("/")
 
     def delete(self, key: str) -> None:
         name = self._name(key)
@@ -207,6 +209,17 @@ class S3Store:
         if "SSEKMSKeyId" in encryption:
             options["AWS_SSE_KMS_KEY_ID"] = encryption["SSEKMSKeyId"]
         return options
+
+    def _pages(self, prefix: str, **options: Any) -> Iterator[Any]:
+        """Answers to a listing. S3 lists in the order of keys, so nothing has to be held to sort it."""
+        with store_errors("list", self.uri_of(prefix)):
+            client, folder = self._client(), self._folder(prefix)
+            ask = partial(client.list_objects_v2, Bucket=self._bucket, Prefix=folder, **options)
+            more: str | None = ""
+            while more is not None:
+                page = _answered(partial(ask, ContinuationToken=more) if more else ask)
+                more = page.get("NextContinuationToken") if page.get("IsTruncated") else None
+                yield page
 
     def _client(self) -> S3Client:
         return self._connection()[1]

@@ -251,6 +251,9 @@ def test_the_newest_run_is_replayed_even_if_it_is_all_dead(tmp_path: Path, store
     assert published_folder(store, "job", None) == home.folder
     newest = split(store, home.spec, "newest")
     assert published_folder(store, "job", None) == home.folder  # it is not published yet
+    old = split(store, home.spec, "old")
+    for key in (RunLayout(old.folder).plan, RunLayout(old.folder).merge):
+        store.write_bytes(key, b"{")  # damaged, which is no concern of the others
     publish_run(store, newest, dead=lambda _: Reason.TIMED_OUT)
     assert published_folder(store, "job", None) == newest.folder
     publish_run(store, prepare_replay(store, newest.folder, "mended"))

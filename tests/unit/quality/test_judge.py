@@ -27,7 +27,7 @@ from airflow_batchinfer.pipeline.validate import validate
 from airflow_batchinfer.run.commit import Tokens
 from airflow_batchinfer.run.layout import RunLayout
 from airflow_batchinfer.run.plan import Plan
-from airflow_batchinfer.run.status import plans_of
+from airflow_batchinfer.run.status import plan_objects
 from airflow_batchinfer.spec import JobSpec
 from airflow_batchinfer.store import LocalStore, Store
 from tests.unit.pipeline.runs import commit_run, commit_shard, frozen_rows, job, publish_run, write_input
@@ -90,7 +90,8 @@ def test_the_sample_is_of_good_answers_and_each_label_has_its_share(root: Path, 
         assert row["input"] == {"channel": "mail", "text": f"t{i}", "output": LABELS[i % 5 == 0]}
     assert asked.folder.startswith(f"{plan.folder}/judge/")
     assert prepare_judge(store, plan.folder) == asked, "a second call finds what was paid for"
-    assert [p.folder for p in plans_of(store, "job")] == [plan.folder], "it is no run of the job's own"
+    keys = [info.key for info in plan_objects(store, "job")]
+    assert keys == [RunLayout(plan.folder).plan], "it is no run of the job's own"
 
 
 def test_strata_have_their_shares() -> None:

@@ -52,6 +52,29 @@ def test_a_listing_is_sorted_by_key_as_on_s3(store: LocalStore) -> None:
     assert list(store.list("a-b")) == []
 
 
+def test_folders_stand_directly_in_one(store: LocalStore) -> None:
+    for key in (
+        "runs/b/plan.json",
+        "runs/a/shards/0/x",
+        "runs/a~2/x",
+        "runs/a-b/x",
+        "runs/file",
+        "other/c/x",
+    ):
+        store.write_bytes(key, b"x")
+    assert list(store.folders("runs")) == ["runs/a-b", "runs/a", "runs/a~2", "runs/b"]
+    assert list(store.folders("")) == ["other", "runs"]
+    assert list(store.folders("nowhere")) == []
+    assert list(store.folders("runs/file")) == []
+
+
+def test_info(store: LocalStore) -> None:
+    store.write_bytes("a/b", b"123")
+    assert store.info("a/b") == next(store.list("a"))
+    assert store.info("a") is None
+    assert store.info("a/c") is None
+
+
 def test_an_object_that_cannot_be_looked_up_is_not_taken_for_missing(store: LocalStore) -> None:
     store.write_bytes("run/a", b"x")
     os.symlink("loop", store.uri_of("run/loop"))

@@ -82,6 +82,27 @@ class TestPromises:
         assert [info.key for info in store.list("")] == sorted(keys)
         assert store.read_bytes("a/é ü+%/1").decode() == "a/é ü+%/1"
 
+    def test_folders_stand_directly_in_one(self, store: S3Store) -> None:
+        for key in (
+            "runs/b/plan.json",
+            "runs/a/shards/0/x",
+            "runs/a~2/x",
+            "runs/a-b/x",
+            "runs/file",
+            "other/c/x",
+        ):
+            store.write_bytes(key, b"x")
+        assert list(store.folders("runs")) == ["runs/a-b", "runs/a", "runs/a~2", "runs/b"]
+        assert list(store.folders("")) == ["other", "runs"]
+        assert list(store.folders("nowhere")) == []
+
+    def test_info(self, store: S3Store) -> None:
+        store.write_bytes("a/b", b"123")
+        found, listed = store.info("a/b"), next(store.list("a"))
+        assert found is not None
+        assert (found.key, found.size, int(found.modified)) == ("a/b", 3, int(listed.modified))
+        assert store.info("a/c") is None
+
     def test_listing_more_than_a_page(self, store: S3Store) -> None:
         with ThreadPoolExecutor(8) as pool:  # the store may be called from several threads
             list(pool.map(lambda i: store.write_bytes(f"many/{i:05d}", b""), range(1005)))
