@@ -40,7 +40,7 @@ from airflow_batchinfer.pipeline.split import (
     newest_plan,
     write_plan,
 )
-from airflow_batchinfer.pipeline.standing import merged_rows, planned_otherwise
+from airflow_batchinfer.pipeline.standing import merged_rows, other_plan_remedy, planned_otherwise
 from airflow_batchinfer.pipeline.tables import check_table_types, dataset_of, open_table
 from airflow_batchinfer.run.epoch import new_epoch
 from airflow_batchinfer.run.layout import RunLayout, results_table, run_dir, runs_dir
@@ -272,7 +272,7 @@ def _resolved(store: Store, home: Plan, run_id: str) -> npt.NDArray[np.int64]:
     if other is not None:
         raise StaleLedgerError(
             f"run {home.run_id!r} is published by another plan, made {other.isoformat()}, not by "
-            f"{home.folder}: replay the run's newest generation"
+            f"{home.folder}: {other_plan_remedy(home, other, 'replay')}"
         )
     return merged_rows(dataset, home.run_id, but_by=[home.run_id, run_id])
 

@@ -51,7 +51,7 @@ def standing_of(store: Store, plan: Plan) -> Standing:
         if other is not None:
             raise CorruptError(
                 f"run {plan.run_id!r} is published by another plan, made {other.isoformat()}, not by "
-                f"{plan.folder}: count the run's newest generation"
+                f"{plan.folder}: {other_plan_remedy(plan, other, 'count')}"
             )
         here = (ds.field("run_id") == plan.run_id) & (ds.field("row_id") >= 0)
         by_run = ds.field("merged_by") == plan.run_id
@@ -78,6 +78,13 @@ def standing_of(store: Store, plan: Plan) -> Standing:
             f"account {left}: clear merge"
         )
     return standing
+
+
+def other_plan_remedy(plan: Plan, other: datetime, action: str) -> str:
+    """What to do instead of the action on a run that is published by another plan, made at `other`."""
+    if other > datetime.fromisoformat(plan.created_at):
+        return f"{action} the run's newest generation"
+    return f"it is not published yet: run its merge, then {action} it"
 
 
 def planned_otherwise(store: Store, plan: Plan, dataset: ds.Dataset) -> datetime | None:

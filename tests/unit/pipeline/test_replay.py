@@ -340,6 +340,19 @@ def test_a_replay_leaves_a_restarted_run_alone(
         prepare_replay(store, home.folder, "late")
 
 
+def test_a_restarted_run_is_published_before_it_is_replayed(tmp_path: Path, store: Store) -> None:
+    write_input(tmp_path, [{"text": f"text {i}"} for i in range(20)])
+    publish_run(store, split(store, job(tmp_path), "home"), dead=dead_at_first)
+    spec = job(tmp_path, prompt={"template": "New: {{ text }}"}, on_changed_spec="restart")
+    second = split(store, spec, "home")
+    commit_run(store, second, dead=dead_at_first)
+    reconcile(store, second.folder)
+    with pytest.raises(StaleLedgerError, match="it is not published yet: run its merge, then replay it"):
+        prepare_replay(store, second.folder, "early")
+    with pytest.raises(CorruptError, match="it is not published yet: run its merge, then count it"):
+        standing_of(store, second)
+
+
 def test_a_run_planned_anew_keeps_nothing_of_its_old_plan(tmp_path: Path, store: Store, home: Plan) -> None:
     """Its folder is deleted and its split cleared: the new rows have nothing to do with the old replay's."""
     old = prepare_replay(store, home.folder, "again")
