@@ -122,8 +122,7 @@ class _Merge:
         """See `merge`."""
         if self._plan.replay_of:
             self._check_home()
-        for replay in self._replays():
-            current_account(self._store, replay)  # its letters are needed once the results are published
+        self._check_replays()
         ledger, succeeded = self._account.ledger, self._account.succeeded
         results_version = publish(self._store, self._results_key, self._results())
         if self._plan.replay_of:
@@ -161,6 +160,17 @@ class _Merge:
                 f"run {self._home.run_id!r} was published from an older ledger or verdict: clear its merge, "
                 "then this one"
             )
+
+    def _check_replays(self) -> None:
+        """Fail before anything is published if letters of a merged replay cannot be told afterwards."""
+        try:
+            for replay in self._replays():
+                current_account(self._store, replay)
+        except (StaleLedgerError, UnreadableError) as error:
+            raise type(error)(
+                f"a replay merged into {self._home.folder} does not hold any more: {error}; or delete its "
+                "folder: what it resolved stays in the results, what it left dead is as the run left it"
+            ) from error
 
     def _note_replay(self) -> None:
         plan = self._plan
