@@ -33,10 +33,16 @@ from airflow_batchinfer.pipeline.published import remember_published
 from airflow_batchinfer.pipeline.scratch import scratch_folder
 from airflow_batchinfer.pipeline.split import load_plan
 from airflow_batchinfer.pipeline.standing import merged_rows, planned_otherwise, standing_of
-from airflow_batchinfer.pipeline.tables import Publication, dataset_of, open_table, publish
+from airflow_batchinfer.pipeline.tables import (
+    Publication,
+    dataset_of,
+    open_table,
+    publish,
+)
 from airflow_batchinfer.run.document import Document, FormatVersion, Timestamp
 from airflow_batchinfer.run.layout import DEAD_LETTERS, RunLayout, results_table
 from airflow_batchinfer.run.ledger import Ledger
+from airflow_batchinfer.run.parquet import batch_rows
 from airflow_batchinfer.run.plan import Plan
 from airflow_batchinfer.store import Store
 
@@ -184,7 +190,9 @@ class _Merge:
             if not self._replaces_all(dataset):
                 where |= {"merged_by": self._plan.run_id}
                 elsewhere = self._standing_elsewhere(dataset)
-            return where, chain(self._fresh(elsewhere), self._kept(dataset, exact=False))
+            return where, chain(
+                self._fresh(elsewhere), self._kept(dataset, exact=False), self._resolved_before(dataset)
+            )
 
         return Publication(
             schema=self._columns.schema,
@@ -205,6 +213,27 @@ class _Merge:
     def _kept(self, dataset: ds.Dataset | None, *, exact: bool) -> Iterator[pa.RecordBatch]:
         """Results that this run takes over from the last published one."""
         return kept_results(self._store, self._plan, self._columns, dataset, self._scratch, exact=exact)
+
+    def _resolved_before(self, dataset: ds.Dataset) -> Iterator[pa.RecordBatch]:
+        """Results of an earlier generation of this replay for rows that this one does not send.
+
+        The run may have answered such a row itself since then, and its merge have left it to the replay.
+        """
+        if self._plan.replay_of is None:
+            return
+        planned = pa.array(planned_row_ids(self._store, self._plan))
+        where = (ds.field("run_id") == self._home.run_id) & (ds.field("merged_by") == self._plan.run_id)
+        for fragment in dataset.get_fragments(where):
+            for batch in fragment.to_batches(
+                schema=dataset.schema,
+                filter=where,
+                batch_size=batch_rows(fragment.metadata),
+                batch_readahead=1,
+                fragment_readahead=0,
+            ):
+                rows = batch.filter(pc.invert(pc.is_in(batch.column("row_id"), planned)))
+                if rows.num_rows:
+                    yield rows.select(self._columns.schema.names).cast(self._columns.schema)
 
     def _replaces_all(self, dataset: ds.Dataset) -> bool:
         """Whether the table has the run's rows by an older plan, of which nothing may stay.

@@ -194,6 +194,26 @@ def test_a_restarted_replay_loses_nothing_that_it_resolved_before(tmp_path: Path
     assert standing_of(store, home).resolved == 4
 
 
+def test_a_restarted_replay_leaves_what_the_run_has_answered_since(tmp_path: Path, store: Store) -> None:
+    """The run left such a row to the first generation; the second one does not send it."""
+    write_input(tmp_path, [{"text": f"text {i}"} for i in range(20)])
+    home = split(store, job(tmp_path, on_changed_spec="restart"), "home")
+    publish_run(store, home, dead=lambda i: Reason.OVER_LONG if i < 4 else None)
+    first = prepare_replay(store, home.folder, "again")
+    publish_run(store, first, dead=lambda i: Reason.TIMED_OUT if i == 0 else None)
+    for info in list(store.list(f"{home.folder}/shards/00000")):
+        if info.key != home.shards[0].rows_key:
+            store.delete(info.key)
+    publish_run(store, home, dead=lambda i: Reason.OVER_LONG if i < 2 else None)
+    second = prepare_replay(store, home.folder, "again", overrides={"sampling": {"max_tokens": 3}})
+    assert {r["row_id"] for r in frozen_rows(store, second)} == {0, 1}
+    publish_run(store, second)
+    assert [r["row_id"] for r in table_rows(store, "job/results")] == list(range(20))
+    answered = {r["row_id"]: r["fingerprint"] for r in table_rows(store, "job/results", merged_by="again")}
+    assert answered == dict.fromkeys((0, 1), second.fingerprint) | dict.fromkeys((2, 3), first.fingerprint)
+    assert (standing_of(store, home).resolved, standing_of(store, home).dead) == (4, 0)
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
