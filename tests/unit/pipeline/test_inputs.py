@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import posixpath
+import tracemalloc
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -170,6 +171,22 @@ def test_jsonl_of_any_size_is_read_in_bounded_memory(tmp_path: Path) -> None:
     assert sum(batch.num_rows for batch in reader.batches(["text"])) == 60_000
     assert reader.schema.field("id").type == pa.int64()
     assert reader.schema.field("object").type == pa.struct({"b": pa.int64()})
+
+
+def test_jsonl_of_which_no_two_lines_are_alike_is_read_in_bounded_memory(tmp_path: Path) -> None:
+    path = tmp_path / "unlike.jsonl"
+    with path.open("w") as file:
+        for i in range(20_000):
+            bits = {f"{'field' * 20}{b}": b if i >> b & 1 else None for b in range(15)}
+            file.write(json.dumps({"text": "x"} | bits) + "\n")
+    tracemalloc.start()
+    try:
+        reader = open_input(InputSpec(path=str(path)), tmp_path)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert len(reader.schema) == 16
+    assert peak < 20_000_000  # the structures themselves are 40 MB
 
 
 def test_jsonl_of_long_lines_is_read_in_bounded_memory(tmp_path: Path) -> None:
