@@ -115,7 +115,7 @@ def vacuum_tables(
     Raises:
         StoreError: a table cannot be read or written.
     """
-    removed = 0
+    objects = size = 0
     for key in (results_table(job), DEAD_LETTERS):
         table = open_table(store, key)
         if table is None:
@@ -123,14 +123,18 @@ def vacuum_tables(
         hours = int(older_than.total_seconds() // 3600)
         try:
             # In full: a publication that was killed or tried again leaves files that no log has ever named.
-            removed += len(
-                table.vacuum(
-                    retention_hours=hours, dry_run=dry_run, enforce_retention_duration=False, full=True
-                )
+            stale = table.vacuum(
+                retention_hours=hours, dry_run=True, enforce_retention_duration=False, full=True
             )
         except (DeltaError, OSError) as error:
             raise StoreError(f"cannot vacuum {store.uri_of(key)}: {delta_words(error)}") from error
-    return Removed(objects=removed)
+        paths = {f"{key}/{path}" for path in stale}  # with those that are gone and the log still names
+        for info in [info for info in store.list(key) if info.key in paths]:
+            objects += 1
+            size += info.size
+            if not dry_run:  # not by delta-rs, which stumbles over some servers' answer to many at once
+                store.delete(info.key)
+    return Removed(objects=objects, bytes=size)
 
 
 def delete_unfinished(
