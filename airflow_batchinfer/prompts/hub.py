@@ -30,7 +30,10 @@ def from_hub(field: str, name: str) -> Iterator[None]:
         yield
     except Exception as error:
         if _is_away(error):
-            raise EngineError(f"{field}: the hub cannot give `{name}` now: {error}") from error
+            raise EngineError(
+                f"{field}: the hub cannot give `{name}` now (without it: set HF_HUB_OFFLINE=1 where the "
+                f"cache holds the model, or `model.engine.max_model_len`): {error}"
+            ) from error
         raise
 
 

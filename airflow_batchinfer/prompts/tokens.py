@@ -97,7 +97,8 @@ def trained_length(spec: JobSpec) -> int | None:
     from transformers.utils import cached_file
 
     name, revision = spec.model.name, spec.model.revision
-    if try_to_load_from_cache(name, _SENTENCE_CONFIG, revision=revision) is _CACHED_NO_EXIST:
+    local = Path(name).is_dir()  # the cache knows names of the hub only, and refuses any other
+    if not local and try_to_load_from_cache(name, _SENTENCE_CONFIG, revision=revision) is _CACHED_NO_EXIST:
         return None
     try:
         with from_hub("model.name", name):

@@ -112,6 +112,20 @@ def test_a_length_that_the_hub_does_not_tell_now_is_not_taken_for_none(hub: type
     assert trained_length(spec) is None
 
 
+def test_a_model_in_a_folder_says_its_length_itself(hub: type[Hub], tmp_path: Path) -> None:
+    hub.status = 503
+    spec = job(model={"name": str(tmp_path)}, task={"type": "embed"})
+    assert trained_length(spec) is None
+    (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 256}')
+    assert trained_length(spec) == 256
+
+
+def test_a_hub_that_is_away_names_the_way_out(hub: type[Hub]) -> None:
+    hub.status = 503
+    with pytest.raises(EngineError, match=r"HF_HUB_OFFLINE=1 .*or `model\.engine\.max_model_len`"):
+        trained_length(job(model={"name": "org/name"}, task={"type": "embed"}))
+
+
 def test_a_validator_that_met_it_hides_nothing() -> None:
     def ask(_: int) -> int:
         try:
