@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Sequence
 
-from airflow_batchinfer.errors import BatchInferError, ExitCode, StoreError
+from airflow_batchinfer.errors import ExitCode, StoreError
 from airflow_batchinfer.run.integrity import sound_commit
 from airflow_batchinfer.run.layout import RunLayout
 from airflow_batchinfer.run.plan import Plan
@@ -19,12 +18,13 @@ from airflow_batchinfer.run.progress import silent_after
 from airflow_batchinfer.run.stop import read_stop
 from airflow_batchinfer.store import Store
 from airflow_batchinfer.worker.control import Control
+from airflow_batchinfer.worker.suspension import Suspensions, boot_seconds
 from airflow_batchinfer.worker.work import ShardRun
 
 log = logging.getLogger(__name__)
 
-_ROUND_SECONDS = 1.0
-"""A loop whose rounds lie further apart may have been suspended in between, with the whole process."""
+_FAILED_SECONDS = 5.0
+"""Longest wait after a look that has failed."""
 
 _FAILED_LOOKS = 10
 """So many in a row, and the store counts as lost."""
@@ -57,7 +57,10 @@ class Reporter:
         self._checkpoint = plan.spec.checkpoint
         self._control = control
         self._write_progress = write_progress
-        self._looked_at = self._doubted_at = self._asked_at = _now()
+        self._suspensions = Suspensions()
+        self._doubted_at = boot_seconds()
+        self._looked = (self._doubted_at, self._doubted_at)
+        """When the last look that went well began, and when it was over."""
         self._failed_looks = 0
         self._wake = threading.Event()
         self._closed = False
@@ -65,6 +68,7 @@ class Reporter:
 
     def start(self) -> None:
         """Begin."""
+        self._suspensions.start()
         self._thread.start()
 
     def close(self) -> None:
@@ -72,39 +76,42 @@ class Reporter:
         self._closed = True
         self._wake.set()
         self._thread.join()
+        self._suspensions.close()
 
     def look(self) -> None:
         """Look for a stop marker and for commits of other attempts, and give the order if there is one."""
-        began = _now()
+        began = boot_seconds()
         try:
             stop = read_stop(self._store, self._plan.folder)
             for shard in self._shards:
                 self._look_for_commit(shard)
-        except BatchInferError as error:
+        except Exception as error:  # of whatever kind: nothing is known, and that may not go on for ever
             self._failed_looks += 1
-            log.warning("cannot look for a reason to leave: %s", error)
+            log.warning("cannot look for a reason to leave: %s: %s", type(error).__name__, error)
             return
-        self._failed_looks, self._looked_at = 0, began
+        self._failed_looks, self._looked = 0, (began, boot_seconds())
         if stop is not None:
             advice = stop.advice(self._plan.folder)
             self._control.leave(ExitCode.STOPPED, advice, self._checkpoint.grace_seconds)
 
     def up_to_date(self) -> bool:
-        """Whether the last look is young enough for rows to be sent; to be asked in each round of the loop.
+        """Whether the last look is young enough for rows to be sent.
 
         A worker that was suspended, or cut off from the store, may have been replaced: its rows may be
-        durable and committed by now. It is no longer sure after as long as others take to give it up.
+        durable and committed by now. After a suspension only a look that began later counts, and no look
+        counts for longer than others take to give a worker up. That is from its end: a store that is slow
+        to answer is no store that is cut off.
 
         Raises:
             StoreError: one look after another has failed.
         """
-        now = _now()
-        if now - self._asked_at > _ROUND_SECONDS:
-            self._doubted_at = now
+        doubted_at = self._suspensions.over_at
+        if doubted_at > self._doubted_at:
+            self._doubted_at = doubted_at
             self._wake.set()
-        self._asked_at = now
+        began, finished = self._looked
         patience = silent_after(self._checkpoint.progress_seconds)
-        if self._looked_at >= max(self._doubted_at, now - patience):
+        if began >= doubted_at and finished >= boot_seconds() - patience:
             return True
         if self._failed_looks >= _FAILED_LOOKS:
             raise StoreError(f"{self._store.uri} cannot be read, so nothing is known of other attempts")
@@ -123,7 +130,8 @@ class Reporter:
 
     def _run(self) -> None:
         while True:
-            self._wake.wait(self._checkpoint.progress_seconds)
+            seconds = self._checkpoint.progress_seconds
+            self._wake.wait(min(seconds, _FAILED_SECONDS) if self._failed_looks else seconds)
             self._wake.clear()
             if self._closed:
                 return
@@ -133,8 +141,3 @@ class Reporter:
                 self._write_progress()
             except Exception:  # no report is worth the work it reports on; the next one may go through
                 log.exception("the reporter failed")
-
-
-def _now() -> float:
-    """Seconds on a clock that runs on while process or machine are suspended."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)

@@ -21,7 +21,7 @@ from airflow_batchinfer.prompts.builder import Prepared, Prompt
 from airflow_batchinfer.run.layout import RunLayout
 from airflow_batchinfer.run.plan import PlannedShard
 from airflow_batchinfer.store import LocalStore
-from airflow_batchinfer.worker import reporter, retrying
+from airflow_batchinfer.worker import reporter, retrying, suspension
 from airflow_batchinfer.worker.admission import Admission
 from airflow_batchinfer.worker.checkpoint import encode_part
 from airflow_batchinfer.worker.control import Control
@@ -30,6 +30,7 @@ from airflow_batchinfer.worker.ordering import order
 from airflow_batchinfer.worker.outputs import output_judge
 from airflow_batchinfer.worker.poison import Search
 from airflow_batchinfer.worker.processes import identity, is_gone, process_age
+from airflow_batchinfer.worker.reporter import Reporter
 from airflow_batchinfer.worker.suspects import Announcer, Suspects, earlier_deaths
 from airflow_batchinfer.worker.work import Row, ShardRun, result_of
 from tests.plans import job, plan_run
@@ -373,36 +374,85 @@ def test_a_write_is_tried_again_and_the_last_error_is_told(monkeypatch: pytest.M
 # Looks at the store
 
 
-def test_rows_are_sent_only_while_the_store_was_looked_at_lately(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plan = plan_run(job(tmp_path / "store", checkpoint={"progress_seconds": 2}), [["a"]])
-    store, now = LocalStore(tmp_path / "store"), [1000.0]
-    monkeypatch.setattr(reporter, "_now", lambda: now[0])
-    asked = reporter.Reporter(store, plan, [], Control(), lambda: None)
+class Watched(Reporter):
+    """A reporter without its threads, on a clock that goes on by `after`."""
 
-    def after(seconds: float, step: float = 1.0) -> bool:
-        for _ in range(int(seconds / step)):
-            now[0] += step
-            sure = asked.up_to_date()
-        return sure
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        for module in (reporter, suspension):
+            monkeypatch.setattr(module, "boot_seconds", lambda: self.now)
+        plan = plan_run(job(folder / "store", checkpoint={"progress_seconds": 2}), [["a"]])
+        store = LocalStore(folder / "store")
+        self.stop = Path(store.uri_of(RunLayout(plan.folder).stop))
+        super().__init__(store, plan, [], Control(), lambda: None)
 
-    assert after(60)
-    assert not after(1), "longer than others wait for a sign of life"
-    asked.look()
-    assert after(60)
-    asked.look()
-    assert not after(2, step=2), "suspended between two rounds"
-    assert not after(1)
-    asked.look()
-    assert after(1)
+    def after(self, seconds: float, *, ticks: bool = True) -> bool:
+        """Whether rows may be sent after so long, in which the process was suspended if nothing ticks."""
+        for _ in range(int(seconds / 0.25) if ticks else 0):
+            self.now += 0.25
+            self._suspensions.tick()
+        self.now += 0.0 if ticks else seconds
+        return self.up_to_date()
 
-    Path(store.uri_of(RunLayout(plan.folder).stop)).mkdir()  # what cannot be read
+
+@pytest.fixture
+def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Watched:
+    return Watched(tmp_path, monkeypatch)
+
+
+def test_rows_are_sent_only_while_the_store_was_looked_at_lately(watched: Watched) -> None:
+    assert watched.after(60), "asked but once meanwhile: judging may take its time"
+    assert not watched.after(1), "longer than others wait for a sign of life"
+    watched.look()
+    assert watched.after(60)
+    watched.look()
+
+    watched.stop.mkdir()  # what cannot be read
     for _ in range(10):
-        asked.look()
-    assert after(58), "looked at lately all the same"
+        watched.look()
+    assert watched.after(58), "looked at lately all the same"
     with pytest.raises(StoreError, match="nothing is known of other attempts"):
-        after(5)
+        watched.after(5)
+
+
+def test_after_a_suspension_no_row_is_sent_before_a_look_that_began_later(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched.look()
+    assert not watched.after(2, ticks=False), "awake, and nothing has ticked yet"
+    assert not watched.after(1)
+    watched.look()
+    assert watched.after(1)
+
+    def suspended(*_: object) -> None:
+        watched.after(30, ticks=False)
+        watched.after(1)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(reporter, "read_stop", suspended)
+        watched.look()
+    assert not watched.after(1), "that look began before"
+    watched.look()
+    assert watched.after(1)
+
+
+def test_a_look_counts_from_its_end_and_fails_for_any_error(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(*_: object) -> None:
+        watched.after(90)
+
+    def broken(*_: object) -> None:
+        raise TypeError("a bug")
+
+    monkeypatch.setattr(reporter, "read_stop", slow)
+    watched.look()
+    assert watched.after(59)
+    monkeypatch.setattr(reporter, "read_stop", broken)
+    for _ in range(10):
+        watched.look()
+    with pytest.raises(StoreError, match="nothing is known of other attempts"):
+        watched.after(5)
 
 
 # Processes and suspects
