@@ -72,6 +72,14 @@ def test_a_flipped_byte_is_damage_whichever_release_wrote_it(store: LocalStore, 
         Plan.read_fields(store, layout.plan)
 
 
+def test_a_cut_through_release_and_seal_is_damage(store: LocalStore, layout: RunLayout) -> None:
+    whole = store.read_bytes(layout.plan)
+    start = whole.index(b'"written_by": "') + len(b'"written_by": "')
+    store.write_bytes(layout.plan, whole[: start + 2] + whole[start + 42 :])
+    with pytest.raises(CorruptError, match="is damaged: written_by"):
+        Plan.read(store, layout.plan)
+
+
 def test_documents_from_before_they_named_their_release_are_read(
     store: LocalStore, layout: RunLayout, plan: Plan
 ) -> None:
