@@ -294,8 +294,11 @@ class BatchInferPodOperator(KubernetesPodOperator):
         if self.active_deadline_seconds is None:
             self.active_deadline_seconds = said.active_deadline_seconds
         if self.active_deadline_seconds is None and self.execution_timeout is not None:
-            # Airflow's own end comes first. A pod that nobody can end any more ends by itself.
-            self.active_deadline_seconds = int(self.execution_timeout.total_seconds() + API_PATIENCE_SECONDS)
+            # Airflow's own end comes first, also of the last try, which may have taken the pod up from the
+            # first. A pod that nobody can end any more ends by itself.
+            tries = (self.retries or 0) + 1
+            seconds = tries * self.execution_timeout.total_seconds() + API_PATIENCE_SECONDS
+            self.active_deadline_seconds = int(seconds)
         if self.store_secret is not None:
             reference = k8s.V1SecretEnvSource(name=self.store_secret)
             self.env_from = [*self.env_from, k8s.V1EnvFromSource(secret_ref=reference)]

@@ -668,6 +668,7 @@ def test_the_pod_has_what_the_plan_decides(task: Callable[..., Task]) -> None:
     [
         ({}, None),
         ({"execution_timeout": timedelta(hours=2)}, 2 * 3600 + 900),
+        ({"execution_timeout": timedelta(hours=2), "retries": 2}, 3 * 2 * 3600 + 900),
         ({"execution_timeout": timedelta(hours=2), "active_deadline_seconds": 60}, 60),
         (
             {
