@@ -79,8 +79,9 @@ class JudgePilotOperator(RunOperator, ApprovalOperator):
         from airflow_batchinfer.run.layout import RunLayout
 
         plan, layout = load_plan(store, folder), RunLayout(folder)
-        fleet = (s.shard for s in plan.shards if not s.pilot)
-        if any(chosen_commit(store, layout, shard, plan.fingerprint) is None for shard in fleet):
+        fleet = [s.shard for s in plan.shards if not s.pilot]
+        # Where the pilot was all of the input, the question is whether to publish it.
+        if not fleet or any(chosen_commit(store, layout, s, plan.fingerprint) is None for s in fleet):
             return True
         self.log.info("nobody is asked: each of the fleet's shards has its commit")
         return False

@@ -69,3 +69,15 @@ def test_nobody_is_asked_once_all_is_paid(tmp_path, monkeypatch, uncommitted, as
     else:
         assert [bundle["shards"] for bundle in task.execute(context)] == [[1], [2]]
     assert len(requests) == asked
+
+
+def test_a_pilot_that_is_all_of_the_input_is_asked_about(tmp_path):
+    """No fleet is left to pay, but its answers are to be published."""
+    from airflow_batchinfer.operators.pilot import JudgePilotOperator
+
+    spec = make_spec(tmp_path, pilot={"rows": 30}, gate={"approval": "required"})
+    run = make_run(tmp_path, tickets(30), spec=spec, pilot=True, shards=1)
+    task = JudgePilotOperator(task_id="judge_pilot", split_task_id="split")
+
+    assert [shard.pilot for shard in run.plan.shards] == [True]
+    assert task._is_anything_left_to_pay(run.store, run.plan.folder)
