@@ -54,7 +54,7 @@ def prune(arguments: argparse.Namespace) -> None:
     for run_id in pruned.runs:
         print(run_id)
     for run_id, folder in pruned.held.items():
-        print(f"{run_id} stays: {folder} is not published yet and needs its rows")
+        print(f"{run_id} stays: {folder} still needs its rows")
     done = "would be deleted" if dry_run else "deleted"
     print(f"rows: {pruned.results:,} results, {pruned.dead_letters:,} dead letters {done}")
     print(f"tables: {_summary(vacuum_tables(store, arguments.job, dry_run=dry_run), dry_run)}")

@@ -7,7 +7,7 @@ folder stays, its merge may be run again, and until then no replay of it can be 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -24,6 +24,9 @@ from airflow_batchinfer.run.plan import Plan
 from airflow_batchinfer.run.status import plan_objects
 from airflow_batchinfer.store import Store
 
+_FIELDS = ("run_id", "kept", "replay_of")
+"""Of a plan, all that pruning looks at: its shards, of each run of a job, would be a lot of memory."""
+
 
 class Pruned(Document):
     """What was taken out of the tables, or would be."""
@@ -39,8 +42,9 @@ class Pruned(Document):
 def prune_tables(store: Store, job: str, keep_runs: int, *, dry_run: bool = False) -> Pruned:
     """Delete a job's runs, but the `keep_runs` that were planned last, from both tables.
 
-    An old run stays as long as an unpublished run keeps rows of it (an incremental one) or repairs it (a
-    replay). Files go when the tables are vacuumed. Killed half-way, it goes on when called again.
+    An old run stays as long as another needs its rows: an incremental one that keeps them, until it is old
+    and published itself, as it may be merged again, or a replay that is not published yet. Files go when the
+    tables are vacuumed. Killed half-way, it goes on when called again.
 
     Raises:
         SpecError: `keep_runs` is less than 1: the next night and drift need the newest run.
@@ -52,8 +56,9 @@ def prune_tables(store: Store, job: str, keep_runs: int, *, dry_run: bool = Fals
     if table is None:
         return Pruned()
     plans = dict(_plans(store, job))
-    needed = _needed(store, plans)
-    old = list(runs_in(table))[:-keep_runs]
+    published = list(runs_in(table))
+    old = published[:-keep_runs]
+    needed = _needed(store, plans, staying=published[-keep_runs:])
     runs = [run_id for run_id in old if run_id not in needed]
     theirs = ds.field("run_id").isin(pa.array(runs, pa.string()))
     pruned = Pruned(
@@ -70,20 +75,25 @@ def prune_tables(store: Store, job: str, keep_runs: int, *, dry_run: bool = Fals
 
 
 def _plans(store: Store, job: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Folders and plans of a job's runs, whichever release wrote them. Nobody can merge a damaged one."""
+    """Folders and parts of the plans of a job's runs, whichever release wrote them.
+
+    Nobody can merge a damaged one.
+    """
     for info in plan_objects(store, job):
         with suppress(FileNotFoundError, CorruptError):
-            yield info.key.removesuffix("/plan.json"), Plan.read_fields(store, info.key)
+            plan = Plan.read_fields(store, info.key)
+            yield info.key.removesuffix("/plan.json"), {name: plan.get(name) for name in _FIELDS}
 
 
-def _needed(store: Store, plans: dict[str, dict[str, Any]]) -> dict[str, str]:
-    """Ids of runs whose rows a run that is not published yet will ask for, and that run's folder."""
+def _needed(store: Store, plans: dict[str, dict[str, Any]], staying: Sequence[str]) -> dict[str, str]:
+    """Ids of runs whose rows another one may ask for, and that one's folder."""
     needed = {}
     for folder, plan in plans.items():
         kept, replay_of = plan.get("kept"), plan.get("replay_of")
         run_id = kept["prior_run_id"] if kept else replay_of["run_id"] if replay_of else None
         layout = RunLayout(folder)
-        if run_id and not (store.exists(layout.merge) or store.exists(layout.pruned)):
+        may_ask = plan["run_id"] in staying or not (store.exists(layout.merge) or store.exists(layout.pruned))
+        if run_id and may_ask:
             needed[run_id] = folder
     return needed
 

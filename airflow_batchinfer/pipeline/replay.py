@@ -30,6 +30,7 @@ from airflow_batchinfer.outcome import Outcome, Reason
 from airflow_batchinfer.pipeline.accounting import answered_of_run, current_account
 from airflow_batchinfer.pipeline.answered import AnsweredBatch
 from airflow_batchinfer.pipeline.freeze import freeze, storable
+from airflow_batchinfer.pipeline.letters_of_run import replays_of
 from airflow_batchinfer.pipeline.outputs import OutputColumns
 from airflow_batchinfer.pipeline.results import carried_schema, newest_published
 from airflow_batchinfer.pipeline.scratch import scratch_folder
@@ -121,10 +122,10 @@ def prepare_replay(
                 f"run {run_id!r} of job {spec.name!r} has a plan for other rows: start a new replay"
             )
         return plan
-    if store.exists(RunLayout(home.folder).pruned) and not store.exists(RunLayout(home.folder).merge):
+    if pruned := _pruned(store, home):
         raise StaleLedgerError(
-            f"run {home.run_id!r} was pruned from the tables: clear its merge, which publishes it again, "
-            "then replay it"
+            f"run {home.run_id!r} was pruned from the tables: clear the merge of "
+            f"{', then of '.join(pruned)}, which publishes again what they answered, then replay it"
         )
     layout, epoch = RunLayout(run_dir(spec.name, run_id, generation)), new_epoch()
     check_writable(store, layout, epoch)
@@ -277,13 +278,23 @@ def _resolved(store: Store, home: Plan, run_id: str) -> npt.NDArray[np.int64]:
     return merged_rows(dataset, home.run_id, but_by=[home.run_id, run_id])
 
 
+def _pruned(store: Store, home: Plan) -> list[str]:
+    """Folders of the run and its replays, in this order, that were pruned and not published since."""
+    folders = [home.folder, *(note.folder for note in replays_of(store, RunLayout(home.folder)))]
+    layouts = map(RunLayout, folders)
+    return [x.folder for x in layouts if store.exists(x.pruned) and not store.exists(x.merge)]
+
+
 def _overridden(spec: JobSpec, overrides: Mapping[str, Any]) -> JobSpec:
-    """The job with some fields changed. Raises `SpecError`."""
+    """The job with some fields changed. Raises `SpecError`.
+
+    Unchanged, it is what the run was planned with: new refusals would strand a replay that is half paid.
+    """
     for name in overrides:
         if name in FIXED_FIELDS:
             raise SpecError(f"{name}: a replay cannot change it, the run's rows and tables rest on it")
     data = spec.dump() | {"pilot": None, "gate": {}, "judge": None, "export": [], "incremental": False}
-    return JobSpec.parse(_merged(data, overrides))
+    return JobSpec.parse(_merged(data, overrides), stored=not overrides)
 
 
 def _merged(data: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 
-from airflow_batchinfer.errors import GateError, IncompleteRunError, InputError
+from airflow_batchinfer.errors import GateError, IncompleteRunError, InputError, UnreadableError
 from airflow_batchinfer.pipeline.accounting import Account
 from airflow_batchinfer.pipeline.answers import ShardAnswers, shards_of
 from airflow_batchinfer.pipeline.drift import check_drift
@@ -105,6 +105,8 @@ def _judged(store: Store, plan: Plan, account: Account) -> JudgeScores | None:
         return None
     try:
         asked = load_plan(store, judge_folder(plan, judge, account.ledger))
+    except UnreadableError:
+        raise
     except InputError as error:
         raise IncompleteRunError(
             f"{plan.folder} was not judged since its newest answers, and the job has a `judge`: clear "

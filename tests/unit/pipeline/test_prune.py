@@ -71,7 +71,10 @@ def test_a_pruned_run_is_as_one_that_was_never_published(
     assert prune_tables(store, "job", 1).runs == ["one"]
     assert main(["runs", "job", "--store", store.uri]) == 0
     assert "pruned" in capsys.readouterr().out
-    with pytest.raises(StaleLedgerError, match="run 'one' was pruned from the tables: clear its merge"):
+    with pytest.raises(
+        StaleLedgerError,
+        match=f"'one' was pruned from the tables: clear the merge of {one.folder}, then of {replay.folder}",
+    ):
         prepare_replay(store, one.folder, "once more")
     with pytest.raises(StaleLedgerError, match="is not published yet"):
         merge(store, replay.folder)
@@ -80,6 +83,9 @@ def test_a_pruned_run_is_as_one_that_was_never_published(
     assert merge(store, one.folder).results == 17
     standing = standing_of(store, one)
     assert (standing.succeeded, standing.resolved, standing.dead) == (17, 0, 3)
+    # What the first replay has answered and paid for is not in the table yet.
+    with pytest.raises(StaleLedgerError, match=f"clear the merge of {replay.folder}, which"):
+        prepare_replay(store, one.folder, "once more")
     merge(store, replay.folder)
     standing = standing_of(store, one)
     assert (standing.succeeded, standing.resolved, standing.dead) == (17, 2, 1)
@@ -94,6 +100,8 @@ def test_a_run_whose_rows_an_incremental_run_is_about_to_keep_stays(tmp_path: Pa
     pruned = prune_tables(store, "job", 1)
     assert (pruned.runs, pruned.held) == ([], {"one": two.folder})
     assert merge_of(store, two) == 17 + 3
+    # An incremental run that stays may be merged again, and asks for the same rows then.
+    assert prune_tables(store, "job", 2, dry_run=True).held == {"one": two.folder}
     assert prune_tables(store, "job", 1).runs == ["one", "two"]
     assert prune_tables(store, "job", 1).held == {}
     assert merge(store, one.folder).results == 17
@@ -106,7 +114,7 @@ def test_a_run_that_a_replay_is_about_to_repair_stays(
     replay = prepare_replay(store, one.folder, "again")
     published(tmp_path, store, "two")
     assert main(["prune", "job", "--keep-runs", "1", "--store", store.uri]) == 0
-    assert f"one stays: {replay.folder} is not published yet" in capsys.readouterr().out
+    assert f"one stays: {replay.folder} still needs its rows" in capsys.readouterr().out
     publish_run(store, replay)
     assert standing_of(store, one).dead == 0
     assert prune_tables(store, "job", 1).runs == ["one"]

@@ -257,6 +257,21 @@ def test_a_replay_planned_before_its_spec_would_be_refused_holds_up_nothing(stor
     assert check_sums(store, home) == {"resolved": len(dead_rows())}
 
 
+def test_a_run_whose_spec_would_be_refused_today_can_be_replayed(store: Store, home: Plan) -> None:
+    line = home.spec.line.model_copy(update={"window": 50, "min_rows": 60})
+    spec = home.spec.model_copy(update={"line": line})
+    with pytest.raises(SpecError, match="min_rows"):
+        JobSpec.parse(spec.dump())
+    home.model_copy(update={"spec": spec}).write(store, RunLayout(home.folder).plan)
+    reconcile(store, home.folder)
+    merge(store, home.folder)
+    replay = prepare_replay(store, home.folder, "again")
+    assert replay.spec.line == line
+    assert prepare_replay(store, home.folder, "again") == replay
+    with pytest.raises(SpecError, match="min_rows"):
+        prepare_replay(store, home.folder, "changed", overrides={"sampling": {"max_tokens": 9}})
+
+
 def test_replay_of_a_replay_or_of_an_open_run(tmp_path: Path, store: Store, home: Plan) -> None:
     replay = prepare_replay(store, home.folder, "again")
     with pytest.raises(SpecError, match="itself a replay"):
