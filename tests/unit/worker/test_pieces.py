@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import math
@@ -28,6 +29,7 @@ from airflow_batchinfer.worker.control import Control
 from airflow_batchinfer.worker.engines.base import Completion
 from airflow_batchinfer.worker.ordering import order
 from airflow_batchinfer.worker.outputs import output_judge
+from airflow_batchinfer.worker.patterns import MATCH_SECONDS, found, matches
 from airflow_batchinfer.worker.poison import Search
 from airflow_batchinfer.worker.processes import identity, is_gone, process_age
 from airflow_batchinfer.worker.reporter import Reporter
@@ -320,6 +322,31 @@ DEEP = '{"a":' * 400 + "{}" + "}" * 400
 )
 def test_judge(task: dict[str, Any], text: str, finish: str, output: str, reason: Reason | None) -> None:
     assert judged(task, text, finish) == (output, reason)
+
+
+def test_threads_at_work_beside_it_make_no_match_slow() -> None:
+    letters, took = 10, 0.0
+    while took < MATCH_SECONDS / 3:  # a letter more takes half as long again
+        letters, began = letters + 1, time.thread_time()
+        assert not matches(SLOW_PATTERN, "x" * letters + ".!")
+        took = time.thread_time() - began
+    text = "x" * letters + ".!"
+    done, block = threading.Event(), bytes(10_000_000)
+
+    def work() -> None:
+        while not done.is_set():
+            hashlib.sha256(block)  # without Python's lock
+
+    threads = [threading.Thread(target=work) for _ in range(10)]
+    for thread in threads:
+        thread.start()
+    try:
+        assert not matches(SLOW_PATTERN, text)
+        assert not found(f"^{SLOW_PATTERN}$", text)
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join()
 
 
 def test_a_schema_that_is_none_is_a_spec_error_and_a_reference_is_never_fetched() -> None:
