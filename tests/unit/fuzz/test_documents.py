@@ -166,12 +166,15 @@ def test_readers_live_with_any_damage_to_what_workers_leave(data: st.DataObject)
             path = Path(folder, key)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(data.draw(damaged(document.to_bytes())))
-        assert run_status(store, layout.folder).shards[0].commit in (None, commit)
-        assert latest_progress(store, layout, 0) in (None, progress)
+        # Without its seal, a document is one by hand.
+        by_hand = [key for key in keys if b'"sha256": ' not in store.read_bytes(key)]
+        found = run_status(store, layout.folder).shards[0].commit
+        assert found in (None, commit) or layout.commit(0, _EPOCH) in by_hand
+        assert latest_progress(store, layout, 0) in (None, progress) or layout.progress(0, _EPOCH) in by_hand
         assert earlier_deaths(store, layout, 0, "other", (), 5.0).deaths.total() in (0, 1)
         assert read_stop(store, layout.folder) is not None
         try:
             launches, reclaims = launches_of(store, layout, 0), reclaims_of(store, layout, 0, 1)
         except CorruptError:
             return
-        assert (launches, reclaims) == ([launch], 1)
+        assert (launches, reclaims) == ([launch], 1) or layout.launch(0, "p-1") in by_hand
