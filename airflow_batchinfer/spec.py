@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
 import jinja2
+import regex
 import yaml
 from pydantic import (
     AfterValidator,
@@ -353,8 +354,9 @@ class RegexTask(_Strict):
     @classmethod
     def _compiles(cls, value: str) -> str:
         try:
-            re.compile(value)
-        except re.error as error:
+            re.compile(value)  # which engines read more likely than what only `regex` knows
+            regex.compile(value)  # by which answers are judged
+        except (re.error, regex.error, ValueError) as error:
             raise ValueError(f"not a regular expression: {error}") from error
         return value
 

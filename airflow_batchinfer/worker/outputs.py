@@ -16,7 +16,7 @@ from airflow_batchinfer.errors import SpecError
 from airflow_batchinfer.outcome import Reason
 from airflow_batchinfer.spec import ChoiceTask, EmbedTask, JobSpec, JsonTask, RegexTask
 from airflow_batchinfer.worker.engines.base import Completion
-from airflow_batchinfer.worker.patterns import MATCH_SECONDS, matches, with_limit
+from airflow_batchinfer.worker.patterns import MATCH_SECONDS, PATTERN_FORMAT, matches, with_limit
 
 FINISHED = frozenset({"stop", "length"})
 """Finish reasons of a result; any other text came from a request that was cut off."""
@@ -104,7 +104,7 @@ def _choice(labels: frozenset[str]) -> Callable[[str], str | None]:
 def _json(schema: dict[str, object]) -> Callable[[str], str | None]:
     validator_class = validator_for(schema, default=jsonschema.Draft202012Validator)
     try:
-        validator_class.check_schema(schema)
+        validator_class.check_schema(schema, format_checker=PATTERN_FORMAT)
     except jsonschema.SchemaError as error:
         raise SpecError(f"task.schema: {error.json_path}: {error.message}") from error
     # Its dialect is chosen: told again, it would be looked up at each `$ref`, and found without our limit.

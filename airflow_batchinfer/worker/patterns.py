@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import regex
-from jsonschema import ValidationError
+from jsonschema import FormatChecker, ValidationError
 from jsonschema.protocols import Validator
 from jsonschema.validators import extend
 
@@ -21,6 +21,15 @@ MATCH_SECONDS = 0.2
 
 _MORE = 4.0
 """So much longer is the next limit, after one that other threads have used up."""
+
+
+PATTERN_FORMAT = FormatChecker()
+"""Knows the patterns of a schema by what matches them here; jsonschema's own by `re`."""
+
+
+@PATTERN_FORMAT.checks("regex", raises=(regex.error, ValueError))
+def _compiles(pattern: object) -> bool:
+    return not isinstance(pattern, str) or regex.compile(pattern) is not None
 
 
 def matches(pattern: str, text: str) -> bool:

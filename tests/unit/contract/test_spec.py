@@ -54,6 +54,8 @@ def _changed(path: str, value: Any) -> dict[str, Any]:
         ("task", {"type": "choice", "labels": ["a", "a"]}, "labels must be distinct"),
         ("task", {"type": "choice", "label": ["a"]}, "task.label: unknown field; did you mean `labels`?"),
         ("task", {"type": "regex", "pattern": "("}, "not a regular expression"),
+        ("task", {"type": "regex", "pattern": "a{e"}, "not a regular expression: expected }"),
+        ("task", {"type": "regex", "pattern": "(?a)(?u)"}, "not a regular expression: ASCII"),
         ("model.backend", "vlm", "`backend` must be `vllm`, `openai` or `package.module:Class`"),
         ("model.base_url", "http://x", "belong to `backend: openai`"),
         ("model.engine", {"trust_remote_code": True}, "set `model.trust_remote_code`"),

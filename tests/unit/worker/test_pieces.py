@@ -356,6 +356,18 @@ def test_a_schema_that_is_none_is_a_spec_error_and_a_reference_is_never_fetched(
     assert judged(outside, "{}")[1] is Reason.INVALID_OUTPUT
 
 
+@pytest.mark.parametrize("dialect", ["http://json-schema.org/draft-07/schema#", None])
+@pytest.mark.parametrize(
+    "schema", [{"properties": {"a": {"pattern": "a{e"}}}, {"patternProperties": {"a{e": {}}}]
+)
+def test_a_pattern_that_cannot_be_matched_here_is_a_spec_error(
+    schema: dict[str, Any], dialect: str | None
+) -> None:
+    schema = schema if dialect is None else {"$schema": dialect, **schema}
+    with pytest.raises(SpecError, match=r"task\.schema: .*'a\{e' is not a 'regex'"):
+        output_judge(job(Path("s"), task={"type": "json", "schema": schema}))
+
+
 @pytest.mark.parametrize(
     ("vector", "reason"),
     [
