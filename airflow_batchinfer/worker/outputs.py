@@ -104,7 +104,7 @@ def _choice(labels: frozenset[str]) -> Callable[[str], str | None]:
 def _json(schema: dict[str, object]) -> Callable[[str], str | None]:
     validator_class = validator_for(schema, default=jsonschema.Draft202012Validator)
     try:
-        validator_class.check_schema(schema, format_checker=PATTERN_FORMAT)
+        validator_class.check_schema(schema, format_checker=PATTERN_FORMAT)  # type: ignore[call-arg]
     except jsonschema.SchemaError as error:
         raise SpecError(f"task.schema: {error.json_path}: {error.message}") from error
     # Its dialect is chosen: told again, it would be looked up at each `$ref`, and found without our limit.
