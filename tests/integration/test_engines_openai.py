@@ -211,7 +211,7 @@ HANG = 0
 class BusyServer(ThreadingHTTPServer):
     """Answers chats after `refusals` have been used up; counts requests and how many were open at once.
 
-    A chat that holds `crashing` brings down what is behind the proxy: 502, after others were answered.
+    A chat that holds `crashing` brings down what is behind the proxy: it gets `crash`, after others.
     """
 
     daemon_threads = True
@@ -220,6 +220,7 @@ class BusyServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Busy)
         self.refusals = refusals
         self.crashing: str | None = None
+        self.crash = 502
         self.lock = threading.Lock()
         self.closing = threading.Event()
         self.arrivals: list[float] = []
@@ -230,6 +231,12 @@ class BusyServer(ThreadingHTTPServer):
     @property
     def base_url(self) -> str:
         return f"http://127.0.0.1:{self.server_port}/v1"
+
+    def wait_for_crashing(self, times: int) -> None:
+        """Wait until the crashing chat has come so often."""
+        assert self.crashing is not None
+        while sum(self.crashing in json.dumps(body) for body in self.bodies) < times:
+            time.sleep(0.01)
 
 
 class _Busy(BaseHTTPRequestHandler):
@@ -248,8 +255,8 @@ class _Busy(BaseHTTPRequestHandler):
             self.server.most_open = max(self.server.most_open, self.server.open)
             refusal = self.server.refusals.pop(0) if self.server.refusals else None
         if self.server.crashing is not None and self.server.crashing in json.dumps(body):
-            time.sleep(0.1)
-            refusal = (502, {})
+            time.sleep(0.3)
+            refusal = (self.server.crash, {})
         if refusal is not None and refusal[0] == HANG:
             self.server.closing.wait()
         time.sleep(0.01)
@@ -313,11 +320,29 @@ def test_a_row_that_the_proxy_has_no_answer_to_holds_up_no_other() -> None:
     with busy() as server:
         server.crashing = TEXTS[20]
         spec = served(server.base_url, model={"max_concurrency": 4})
+        asked = requests(spec, TEXTS, takes_tokens=False)
         with started(spec) as engine:
-            engine.submit(requests(spec, TEXTS, takes_tokens=False))
-            answers = collect(engine, len(TEXTS) - 1)
+            engine.submit(asked[18:21])
+            answers = collect(engine, 2)
+            server.wait_for_crashing(2)
+            assert engine._limit.size == 2, "the first time the server may have too much to do"
+            engine.submit(asked[:18] + asked[21:])
+            answers |= collect(engine, len(TEXTS) - 3)
+            server.wait_for_crashing(3)
             assert (engine._limit.size, engine._limit.paused) == (4, False)
         assert "20" not in completed(answers)
+
+
+@pytest.mark.parametrize("status", [500, 504])
+def test_errors_lower_the_number_of_open_requests_also_where_others_go_well(status: int) -> None:
+    with busy() as server:
+        server.crashing, server.crash = TEXTS[0], status
+        spec = served(server.base_url, model={"max_concurrency": 4})
+        with started(spec) as engine:
+            engine.submit(requests(spec, TEXTS[:8], takes_tokens=False))
+            answers = collect(engine, 8)
+            assert engine._limit.size == 2
+        assert isinstance(answers["0"], RequestFailure)
 
 
 def test_no_more_requests_are_open_than_allowed() -> None:

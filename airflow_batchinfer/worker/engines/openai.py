@@ -38,8 +38,8 @@ _CONNECT_SECONDS = 10.0
 _FIRST_CONCURRENCY = 16
 _BUSY = frozenset({429, 502, 503, 529})
 """The server asks for less, or is away behind its proxy; says nothing about the row."""
-_PERHAPS_THE_ROW = frozenset({500, 502, 504})
-"""If others go well meanwhile, it is the row: it may kill, again and again, what answers behind a proxy."""
+_PERHAPS_THE_ROW = 502
+"""For the second time, while others go well, it is the row: it kills what answers behind a proxy."""
 _BUSY_ATTEMPTS = 8
 _LONGEST_WAIT = 300.0
 """Seconds; a `Retry-After` beyond this is cut to it."""
@@ -213,7 +213,8 @@ class OpenAIEngine:
                     self._limit.went_well()
                     return self._completion(request.key, response.json())
                 status, wait = response.status_code, _retry_after(response)
-                row = status in _PERHAPS_THE_ROW and wait is None and self._limit.went_well_since(started)
+                again = status == _PERHAPS_THE_ROW and wait is None and busy > 0
+                row = again and self._limit.went_well_since(started)
                 if not row and (status == 429 or status >= 500):
                     self._limit.went_badly(started)
                 if status not in _BUSY or busy >= _BUSY_ATTEMPTS:
