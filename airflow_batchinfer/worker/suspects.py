@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -20,10 +21,10 @@ from functools import partial
 
 from pydantic import Field
 
-from airflow_batchinfer.errors import CorruptError, StoreError
+from airflow_batchinfer.errors import StoreError, UnreadableError
 from airflow_batchinfer.run.document import Document
 from airflow_batchinfer.run.layout import RunLayout
-from airflow_batchinfer.run.progress import Progress
+from airflow_batchinfer.run.progress import Progress, silent_after
 from airflow_batchinfer.store import Store
 from airflow_batchinfer.worker.processes import is_gone
 from airflow_batchinfer.worker.retrying import with_retries
@@ -88,7 +89,7 @@ def earlier_deaths(
 def _read(store: Store, key: str) -> Suspects | None:
     try:
         return Suspects.read(store, key)
-    except (CorruptError, FileNotFoundError):  # half a life's work of a dying disk, or just removed
+    except (UnreadableError, FileNotFoundError):  # of a dying disk or another release, or just removed
         return None
 
 
@@ -97,11 +98,14 @@ def _has_died(store: Store, layout: RunLayout, suspects: Suspects, interval: flo
     gone = is_gone(suspects.worker)
     if gone is not None:
         return gone
+    key = layout.progress(suspects.shard, suspects.epoch)
     try:
-        progress = Progress.read(store, layout.progress(suspects.shard, suspects.epoch))
-    except (CorruptError, FileNotFoundError):
+        return Progress.read(store, key).is_silent(interval)
+    except FileNotFoundError:
         return True
-    return progress.is_silent(interval)
+    except UnreadableError:  # whoever writes it may be alive all the same
+        info = store.info(key)
+        return info is None or time.time() - info.modified > silent_after(interval)
 
 
 class Announcer:

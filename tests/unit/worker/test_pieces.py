@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import json
 import math
+import os
 import random
 import threading
 import time
@@ -531,6 +532,24 @@ def test_deaths_are_counted_and_only_the_dead_convict(tmp_path: Path) -> None:
     assert not found(poisoned=(3,)).deaths, "explained deaths make no suspects"
     store.write_bytes(layout.suspects(0, "c"), b"{half")
     assert list(found().culprits) == [3]
+
+
+def test_what_cannot_be_read_of_earlier_attempts_convicts_nobody(tmp_path: Path) -> None:
+    class OfAnotherRelease(Suspects):
+        new: int = 1
+
+    store, layout = LocalStore(tmp_path), RunLayout("job/runs/r")
+    other = OfAnotherRelease(shard=0, epoch="a", worker="another-host:1:2:3", apart=True, rows=[1])
+    other.write(store, layout.suspects(0, "a"))
+    for epoch in ("b", "c"):
+        made = Suspects(shard=0, epoch=epoch, worker="another-host:1:2:3", apart=True, rows=[3])
+        made.write(store, layout.suspects(0, epoch))
+        store.write_bytes(layout.progress(0, epoch), b"{")
+
+    found = earlier_deaths(store, layout, 0, "mine", (), 5.0)
+    assert (dict(found.deaths), found.culprits) == ({3: 2}, {})
+    os.utime(tmp_path / layout.progress(0, "b"), (0, 0))
+    assert list(earlier_deaths(store, layout, 0, "mine", (), 5.0).culprits) == [3]
 
 
 def test_an_announcer_that_fails_in_any_way_says_so(tmp_path: Path) -> None:
