@@ -22,7 +22,6 @@ MATCH_SECONDS = 0.2
 _MORE = 4.0
 """So much longer is the next limit, after one that other threads have used up."""
 
-
 PATTERN_FORMAT = FormatChecker()
 """Knows the patterns of a schema by what matches them here; jsonschema's own by `re`."""
 
@@ -43,9 +42,9 @@ def found(pattern: str, text: str) -> bool:
 
 
 def _within_limit(match: Callable[..., object], pattern: str, text: str) -> bool:
-    """Match for `MATCH_SECONDS` of this thread's time.
+    """Match for `MATCH_SECONDS`, of which at least half were this thread's.
 
-    `regex` measures that of the whole process, and beside threads at work its limit comes early.
+    `regex` measures the time of the whole process, and beside threads at work its limit comes early.
     """
     limit = MATCH_SECONDS
     while True:
@@ -53,7 +52,7 @@ def _within_limit(match: Callable[..., object], pattern: str, text: str) -> bool
         try:
             return match(pattern, text, timeout=limit) is not None
         except TimeoutError:
-            if time.thread_time() - began >= MATCH_SECONDS:
+            if time.thread_time() - began >= MATCH_SECONDS / 2:
                 raise
             limit *= _MORE
 
