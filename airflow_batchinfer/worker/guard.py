@@ -11,7 +11,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import Enum
 
 from airflow_batchinfer.errors import BatchInferError, EngineError
@@ -150,6 +150,16 @@ class GuardedEngine:
         if results or made != self._made:
             self._made, self._pulse = made, time.monotonic()
         return results
+
+    @contextlib.contextmanager
+    def unheard(self) -> Iterator[None]:
+        """While the loop is at work on what it has got, and does not listen: silence is no stall then."""
+        waiting, self._waiting = self._waiting, False
+        try:
+            yield
+        finally:  # in this order, as the watchdog looks at any time
+            self._pulse = time.monotonic()
+            self._waiting = waiting
 
     def rest(self) -> None:
         """Nothing is in flight: until the next `submit`, silence is no stall."""

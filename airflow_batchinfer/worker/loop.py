@@ -359,7 +359,8 @@ class Loop:
             message = f"the engine ended the request with finish_reason `{finish_reason}`"
             self._failed(piece, RequestFailure(piece.key, Reason.ENGINE_ERROR, message, transient=True))
             return
-        output, reason, fault = self._judge(completion)
+        with self._engine.unheard():
+            output, reason, fault = self._judge(completion)
         if reason is not None:
             piece.invalid += 1
             if piece.invalid < self._invalid_attempts:

@@ -355,3 +355,16 @@ def test_an_engine_that_does_not_exist(run: Run) -> None:
     code, said = run.work()
     assert code == ExitCode.BAD_SPEC
     assert "has no `NoSuchEngine`" in said
+
+
+def test_judging_that_takes_long_is_no_stall_of_the_engine(run: Run) -> None:
+    run.plan(
+        texts(20),
+        options={"max_in_flight": 10, "answer": "word" * 15 + ".!"},
+        task={"type": "regex", "pattern": r"(\w|\w\w)+!"},
+        retry={"stall_seconds": 1.0, "invalid_attempts": 1},
+        line={"max_dead": 1.0},
+    )
+    assert run.work()[0] == ExitCode.COMMITTED
+    assert {row["reason"] for row in run.results().values()} == {"invalid_output"}
+    assert run.progress().engine_restarts == 0
