@@ -14,7 +14,7 @@ import logging
 import queue
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,6 +30,9 @@ from airflow_batchinfer.worker.processes import is_gone
 from airflow_batchinfer.worker.retrying import with_retries
 
 log = logging.getLogger(__name__)
+
+DEATHS_ALONE = 2
+"""Deaths of workers that convict a row, it alone in the engine. One may be a node that vanished just then."""
 
 
 class Suspects(Document):
@@ -74,14 +77,15 @@ def earlier_deaths(
     found = EarlierDeaths()
     for suspects in left:
         found.deaths.update(suspects.rows)
+    alone: dict[int, list[str]] = defaultdict(list)
     for suspects in left:
-        if not suspects.apart or len(suspects.rows) != 1:
-            continue
-        row = suspects.rows[0]
-        if found.deaths[row] > 1 and _has_died(store, layout, suspects, interval):
+        if suspects.apart and len(suspects.rows) == 1 and _has_died(store, layout, suspects, interval):
+            alone[suspects.rows[0]].append(suspects.epoch)
+    for row, epochs in alone.items():
+        if len(epochs) >= DEATHS_ALONE:
             found.culprits[row] = (
                 f"the worker died {found.deaths[row]} times while this row was in the engine, "
-                f"at last with no other row beside it (attempt {suspects.epoch})"
+                f"{len(epochs)} of them with no other row beside it (attempts {', '.join(sorted(epochs))})"
             )
     return found
 

@@ -58,7 +58,7 @@ def test_a_row_that_kills_the_whole_worker_is_found_by_its_successors(run: Run) 
     deaths = 0
     while (code := run.work()[0]) == -9:
         deaths += 1
-        assert deaths <= math.ceil(math.log2(in_flight)) + 2
+        assert deaths <= math.ceil(math.log2(in_flight)) + 3
     assert code == ExitCode.COMMITTED
     assert deaths >= 3
     result = run.results()[42]
