@@ -520,7 +520,7 @@ _MERGE_WRITES = 6
 """Two tables made and written, the note of what was merged, the job's note of published runs."""
 _REPLAY_WRITES = 13
 _LEDGER_OPERATIONS = 5
-_MERGE_OPERATIONS = 22
+_MERGE_OPERATIONS = 21
 _EVERY_WRITE = (*WRITES, TABLE)
 _REPLAY_KEYS = r"^(?!.*progress\.json)"
 """A replay writes its progress as often as time allows."""
