@@ -48,6 +48,8 @@ ROWS = [
     for i in range(8)
 ]
 
+csv.field_size_limit(1 << 24)  # of Python's reader; damage repeats long pieces
+
 
 def read(path: Path) -> list[dict[str, Any]] | None:
     """All rows with all columns; none if the file is refused by name. Nothing else may come out."""
@@ -75,6 +77,17 @@ def same(found: Any, written: Any) -> bool:
         return False
 
 
+class _AmbiguousError(Exception):
+    """A JSON object has a name twice, with values of two kinds: RFC 8259 leaves open which one counts."""
+
+
+def _first_of_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(reversed(pairs))
+    if any(type(fields[name]) is not type(value) for name, value in pairs):
+        raise _AmbiguousError
+    return fields
+
+
 def _json(text: str) -> Any:
     """JSON as this package reads it: a key that stands twice counts the first time.
 
@@ -82,7 +95,7 @@ def _json(text: str) -> Any:
     """
     return json.loads(
         text,
-        object_pairs_hook=lambda pairs: dict(reversed(pairs)),
+        object_pairs_hook=_first_of_each,
         parse_int=lambda digits: int(digits) if len(digits) < 1000 else digits,
     )
 
@@ -206,7 +219,9 @@ def _decompressed(name: str, data: bytes) -> bytes:
 
 def _python_rows(name: str, data: bytes) -> list[dict[str, Any]]:
     """A text file's rows as plain Python reads them. Raises what Python raises if it cannot."""
-    text = _decompressed(name, data).decode("utf-8").removeprefix("\ufeff")
+    # Half a character on either side of a closing quotation mark may be a whole one to another reader of CSV.
+    errors = "surrogateescape" if ".csv" in name else "strict"
+    text = _decompressed(name, data).decode("utf-8", errors).removeprefix("\ufeff")
     if ".jsonl" in name:
         return [_json(line) for line in text.split("\n") if line.strip(" \t\r")]
     delimiter = max(",;\t|", key=text.partition("\n")[0].count)
@@ -224,9 +239,15 @@ def assert_as_python_reads_it(path: Path, data: bytes) -> None:
         return
     try:
         written = _python_rows(path.name, data)
+    except _AmbiguousError:
+        return
     except csv.Error as error:
         if "expected after" in str(error):
             return  # what stands behind a closing quotation mark, each reader takes as it likes
+        raise
+    except zlib.error as error:
+        if "incorrect data check" in str(error) or "incorrect length check" in str(error):
+            return  # DuckDB does not compare what stands at the end of a gzip member
         raise
     assert_same_rows(found, written)
 

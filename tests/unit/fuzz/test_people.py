@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -66,7 +67,9 @@ def _paths(fields: Any) -> list[list[str | int]]:
 @given(JSON)
 def test_yaml_is_read_as_it_was_written(value: Any) -> None:
     assert parse_yaml(yaml.safe_dump(value)) == value
-    assert parse_yaml(json.dumps(value)) == value
+    text = json.dumps(value)
+    # To YAML 1.1, a number with an exponent and no dot is a text.
+    assert parse_yaml(text) == value or re.search(r"\de[-+]?\d", text)
 
 
 @fuzzed(150)
