@@ -14,6 +14,7 @@ from airflow_batchinfer.pipeline.answers import positions
 from airflow_batchinfer.pipeline.buckets import Buckets, side_by_side
 from airflow_batchinfer.pipeline.increment import PRIOR_ROW_ID, REMOVED, UNCHANGED
 from airflow_batchinfer.pipeline.results import ResultColumns, planned_at
+from airflow_batchinfer.pipeline.tables import rows_where
 from airflow_batchinfer.run.layout import results_table
 from airflow_batchinfer.run.parquet import batch_rows, open_parquet
 from airflow_batchinfer.run.plan import KeptRows, Plan
@@ -115,20 +116,11 @@ def _kept_lists(store: Store, kept: KeptRows, scratch: Path) -> Buckets:
 
 
 def _prior_results(dataset: ds.Dataset, kept: KeptRows, scratch: Path) -> Buckets:
-    schema = dataset.schema
     where = ds.field("run_id") == kept.prior_run_id
     if kept.prior_created_at:
         where &= ds.field("run_created_at") == planned_at(kept.prior_created_at)
-    priors = Buckets(scratch, schema, "row_id")
-    for fragment in dataset.get_fragments(where):
-        for batch in fragment.to_batches(
-            schema=schema,
-            filter=where,
-            batch_size=batch_rows(fragment.metadata),
-            batch_readahead=1,
-            fragment_readahead=0,
-        ):
-            if batch.num_rows:
-                priors.add(batch.select(schema.names).cast(schema))
+    priors = Buckets(scratch, dataset.schema, "row_id")
+    for batch in rows_where(dataset, where):
+        priors.add(batch)
     priors.finish()
     return priors

@@ -33,16 +33,10 @@ from airflow_batchinfer.pipeline.published import remember_published
 from airflow_batchinfer.pipeline.scratch import scratch_folder
 from airflow_batchinfer.pipeline.split import load_plan
 from airflow_batchinfer.pipeline.standing import merged_rows, planned_otherwise, standing_of
-from airflow_batchinfer.pipeline.tables import (
-    Publication,
-    dataset_of,
-    open_table,
-    publish,
-)
+from airflow_batchinfer.pipeline.tables import Publication, dataset_of, open_table, publish, rows_where
 from airflow_batchinfer.run.document import Document, FormatVersion, Timestamp
 from airflow_batchinfer.run.layout import DEAD_LETTERS, RunLayout, results_table
 from airflow_batchinfer.run.ledger import Ledger
-from airflow_batchinfer.run.parquet import batch_rows
 from airflow_batchinfer.run.plan import Plan
 from airflow_batchinfer.store import Store
 
@@ -223,17 +217,10 @@ class _Merge:
             return
         planned = pa.array(planned_row_ids(self._store, self._plan))
         where = (ds.field("run_id") == self._home.run_id) & (ds.field("merged_by") == self._plan.run_id)
-        for fragment in dataset.get_fragments(where):
-            for batch in fragment.to_batches(
-                schema=dataset.schema,
-                filter=where,
-                batch_size=batch_rows(fragment.metadata),
-                batch_readahead=1,
-                fragment_readahead=0,
-            ):
-                rows = batch.filter(pc.invert(pc.is_in(batch.column("row_id"), planned)))
-                if rows.num_rows:
-                    yield rows.select(self._columns.schema.names).cast(self._columns.schema)
+        for batch in rows_where(dataset, where):
+            rows = batch.filter(pc.invert(pc.is_in(batch.column("row_id"), planned)))
+            if rows.num_rows:
+                yield rows.select(self._columns.schema.names).cast(self._columns.schema)
 
     def _replaces_all(self, dataset: ds.Dataset) -> bool:
         """Whether the table has the run's rows by an older plan, of which nothing may stay.

@@ -17,6 +17,7 @@ from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundErr
 
 from airflow_batchinfer.errors import BatchInferError, StoreError
 from airflow_batchinfer.pipeline.streams import arrow_stream
+from airflow_batchinfer.run.parquet import batch_rows
 from airflow_batchinfer.store import Store
 
 _ATTEMPTS = 8
@@ -109,6 +110,21 @@ def dataset_of(store: Store, key: str, table: DeltaTable) -> ds.Dataset:
     """An opened table, for reading in a stream through the store's own file system."""
     filesystem, root = store.filesystem()
     return table.to_pyarrow_dataset(filesystem=pa.fs.SubTreeFileSystem(f"{root}/{key}", filesystem))
+
+
+def rows_where(dataset: ds.Dataset, where: ds.Expression) -> Iterator[pa.RecordBatch]:
+    """Rows of a table that match, in its schema, batch by batch of bounded size; no batch is empty."""
+    schema = dataset.schema
+    for fragment in dataset.get_fragments(where):
+        for batch in fragment.to_batches(
+            schema=schema,
+            filter=where,
+            batch_size=batch_rows(fragment.metadata),
+            batch_readahead=1,
+            fragment_readahead=0,
+        ):
+            if batch.num_rows:
+                yield batch.select(schema.names).cast(schema)
 
 
 def publish(store: Store, key: str, publication: Publication) -> int:
