@@ -17,7 +17,7 @@ from airflow_batchinfer.cli.command import (
 from airflow_batchinfer.errors import InputError, UnreadableError
 from airflow_batchinfer.run.layout import RunLayout
 from airflow_batchinfer.run.ledger import Ledger
-from airflow_batchinfer.run.plan import Plan
+from airflow_batchinfer.run.plan import Plan, check_is_run
 from airflow_batchinfer.run.status import RunStatus, plan_objects, run_status, status_of
 from airflow_batchinfer.run.stop import clear_stop, read_stop, set_stop
 from airflow_batchinfer.store import Store
@@ -124,8 +124,7 @@ def resume(arguments: argparse.Namespace) -> None:
 def _store_with_run(arguments: argparse.Namespace) -> Store:
     """The store, once it is sure that the folder holds a run, readable or not."""
     store = store_of(arguments)
-    if not store.exists(RunLayout(arguments.folder).plan):
-        raise InputError(f"{store.uri_of(arguments.folder)} is no run: it has no plan.json")
+    check_is_run(store, arguments.folder)
     return store
 
 

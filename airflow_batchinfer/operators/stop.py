@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
-from airflow_batchinfer.errors import InputError
 from airflow_batchinfer.operators.base import BatchInferOperator
 from airflow_batchinfer.operators.job import needed_store
-from airflow_batchinfer.run.layout import RunLayout
+from airflow_batchinfer.run.plan import check_is_run
 from airflow_batchinfer.run.stop import clear_stop, set_stop
 from airflow_batchinfer.store import Store, open_store
 
@@ -38,8 +37,7 @@ class _BrakeOperator(BatchInferOperator):
         """The store. Raises `InputError` if the folder holds no run, `SpecError` if nothing names a store."""
         self.use_store_connection()
         store = open_store(self.store or needed_store(), self.storage_options)
-        if not store.exists(RunLayout(self.folder).plan):
-            raise InputError(f"{store.uri_of(self.folder)} is no run: it has no plan.json")
+        check_is_run(store, self.folder)
         return store
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from pydantic import Field
 
+from airflow_batchinfer.errors import InputError
 from airflow_batchinfer.run.document import Document, FormatVersion, Timestamp
+from airflow_batchinfer.run.layout import RunLayout
 from airflow_batchinfer.spec import JobSpec
+from airflow_batchinfer.store import Store
 
 
 class InputFile(Document):
@@ -90,3 +93,9 @@ class Plan(Document):
     def rows(self) -> int:
         """Input rows over all shards: those that this run answers."""
         return sum(s.rows for s in self.shards)
+
+
+def check_is_run(store: Store, folder: str) -> None:
+    """Raise `InputError` if a folder holds no run; its plan may be one that cannot be read."""
+    if not store.exists(RunLayout(folder).plan):
+        raise InputError(f"{store.uri_of(folder)} is no run: it has no plan.json")
