@@ -163,25 +163,26 @@ def test_old_runs_are_pruned(bucket: Store, capsys: pytest.CaptureFixture[str]) 
         assert {r["run_id"] for r in table_rows(bucket, table)} == {"three"}
 
 
+@pytest.mark.parametrize("name", ["in", "in-404", "connections"])
 def test_a_delta_input_that_cannot_be_read_now_is_not_taken_for_a_damaged_one(
-    server: S3Server, bucket: Store
+    server: S3Server, bucket: Store, name: str
 ) -> None:
     from deltalake import write_deltalake
 
     from tests.s3 import FaultyProxy
 
-    write_deltalake(bucket.uri_of("in"), pa.Table.from_pylist(ROWS), storage_options=bucket.delta_options())
+    write_deltalake(bucket.uri_of(name), pa.Table.from_pylist(ROWS), storage_options=bucket.delta_options())
     with FaultyProxy(server.endpoint_url) as proxy:
         proxy.rule = lambda method, path: "denied" if path.endswith("00000.json") else None
         shaken = open_store(bucket.uri, {"endpoint_url": proxy.endpoint_url})
-        spec = job(shaken, "in", store=bucket.uri, storage_options=bucket.options())
-        with pytest.raises(StoreError, match=r"cannot read the table .*/in: "):
+        spec = job(shaken, name, store=bucket.uri, storage_options=bucket.options())
+        with pytest.raises(StoreError, match="cannot read the table "):
             split(bucket, spec, "run")
         proxy.rule = lambda method, path: None
         assert split(bucket, spec, "run").rows == 40
-    bucket.write_bytes("in/_delta_log/00000000000000000001.json", b"{")
+    bucket.write_bytes(f"{name}/_delta_log/00000000000000000001.json", b"{")
     with pytest.raises(InputError, match=r"00001\.json is damaged: restore it"):
-        split(bucket, job(bucket, "in"), "damaged")
+        split(bucket, job(bucket, name), "damaged")
 
 
 def begin_upload(bucket: Store, key: str) -> None:
