@@ -16,7 +16,9 @@ from airflow_batchinfer.errors import StoreError
 SCRATCH_VARIABLE = "BATCHINFER_SCRATCH"
 """Environment variable that names the folder for scratch files; otherwise the system's own is used."""
 
-_PREFIX = "batchinfer-"
+_PREFIX = ".batchinfer-scratch-"
+"""Nobody gives a folder that is to stay such a name: abandoned ones are removed by it."""
+
 _ABANDONED_SECONDS = 7 * 24 * 3600.0
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
