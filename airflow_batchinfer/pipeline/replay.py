@@ -21,7 +21,6 @@ import pyarrow.parquet as pq
 
 from airflow_batchinfer.errors import (
     InputError,
-    PlanChangedError,
     SpecError,
     StaleLedgerError,
     UnreadableError,
@@ -95,7 +94,7 @@ def prepare_replay(
 
     Raises:
         SpecError: an override that cannot be, or an unknown reason.
-        PlanChangedError: the run id has a plan for other letters or another job.
+        PlanChangedError: the run id has a plan for other rows or another job.
         StaleLedgerError: the run is not complete, is published by another plan, or was pruned.
         InputError: the new template reads a column that the run did not freeze.
     """
@@ -115,12 +114,8 @@ def prepare_replay(
         fingerprint=home.fingerprint,
         reasons=sorted(set(reasons)),
     )
-    plan, generation = existing_plan(store, spec, run_id)
+    plan, generation = existing_plan(store, spec, run_id, of)
     if plan is not None:
-        if plan.replay_of != of:
-            raise PlanChangedError(
-                f"run {run_id!r} of job {spec.name!r} has a plan for other rows: start a new replay"
-            )
         return plan
     if pruned := _pruned(store, home):
         raise StaleLedgerError(

@@ -149,8 +149,16 @@ def deciding_fields(spec: JobSpec) -> dict[str, Any]:
     return fields | {"incremental": spec.incremental, "pilot": data["pilot"]}
 
 
-def existing_plan(store: Store, spec: JobSpec, run_id: str) -> tuple[Plan | None, int]:
+def existing_plan(
+    store: Store, spec: JobSpec, run_id: str, replay_of: ReplayOf | None = None
+) -> tuple[Plan | None, int]:
     """The newest generation's plan if it still holds; else none, and the generation to make.
+
+    Args:
+        store: the run's.
+        spec: the job.
+        run_id: the run.
+        replay_of: the dead letters that the run is to send; none: the job's input.
 
     Raises:
         SpecError, PlanChangedError, CorruptError: as `split`.
@@ -162,6 +170,12 @@ def existing_plan(store: Store, spec: JobSpec, run_id: str) -> tuple[Plan | None
         raise SpecError(
             f"the folder {store.uri_of(plan.folder)} belongs to the run {plan.run_id!r}, not {run_id!r}: "
             "their names are the same but for special characters; choose another run id"
+        )
+    if (plan.replay_of is None) != (replay_of is None):
+        there, wanted = ("run", "replay") if replay_of else ("replay", "run")
+        raise PlanChangedError(
+            f"{run_id!r} is a {there} of job {spec.name!r}, and a {wanted} cannot have the same id: choose "
+            "another one (DAGs with the same schedule have the same run ids: move one of them by a minute)"
         )
     restart = spec.on_changed_spec == "restart"
     changed = changed_fields(deciding_fields(plan.spec), deciding_fields(spec))
@@ -178,6 +192,10 @@ def existing_plan(store: Store, spec: JobSpec, run_id: str) -> tuple[Plan | None
         raise CorruptError(
             f"{damage}: put it back, start a new run, or set `on_changed_spec: restart` to begin this run "
             "anew"
+        )
+    if plan.replay_of != replay_of:
+        raise PlanChangedError(
+            f"run {run_id!r} of job {spec.name!r} has a plan for other rows: start a new replay"
         )
     if plan.spec != spec:
         # What decides neither rows nor outputs (tolerances, retries, checks, exports) is adopted.

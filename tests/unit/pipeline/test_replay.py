@@ -21,7 +21,7 @@ from airflow_batchinfer.outcome import Reason
 from airflow_batchinfer.pipeline.merge import merge
 from airflow_batchinfer.pipeline.reconcile import reconcile
 from airflow_batchinfer.pipeline.replay import prepare_replay, published_folder
-from airflow_batchinfer.pipeline.split import split
+from airflow_batchinfer.pipeline.split import load_plan, split
 from airflow_batchinfer.pipeline.standing import standing_of
 from airflow_batchinfer.run.layout import RunLayout
 from airflow_batchinfer.run.plan import Plan
@@ -179,6 +179,23 @@ def test_same_run_id_gives_the_same_plan(store: Store, home: Plan) -> None:
         prepare_replay(
             store, home.folder, "again", reasons=["over_long"], overrides={"sampling": {"seed": 1}}
         )
+
+
+@pytest.mark.parametrize("changed", ["fail", "restart"])
+def test_a_run_and_a_replay_never_share_an_id(tmp_path: Path, store: Store, changed: Any) -> None:
+    """Two DAGs with one schedule have the same run ids."""
+    write_input(tmp_path, [{"text": f"text {i}"} for i in range(20)])
+    spec = job(tmp_path, on_changed_spec=changed, export=[{"format": "csv", "path": str(tmp_path / "x.csv")}])
+    home = split(store, spec, "home")
+    publish_run(store, home, dead=lambda i: Reason.OVER_LONG if i < 4 else None)
+    replay = prepare_replay(store, home.folder, "night")
+    assert replay.rows == 4
+    with pytest.raises(PlanChangedError, match="'night' is a replay of job"):
+        split(store, spec, "night")
+    with pytest.raises(PlanChangedError, match="'home' is a run of job"):
+        prepare_replay(store, home.folder, "home")
+    assert load_plan(store, replay.folder) == replay
+    assert load_plan(store, home.folder) == home
 
 
 def test_a_restarted_replay_loses_nothing_that_it_resolved_before(tmp_path: Path, store: Store) -> None:
