@@ -211,7 +211,11 @@ class DeltaReader:
 
     def batches(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
         """See `Reader.batches`. Raises `InputError`, `StoreError` naming what cannot be read."""
-        for fragment in self._fragments:
+        for listed in self._fragments:
+            # Made anew, for it keeps its file's footer once that was read, and there may be 10,000 files.
+            fragment = listed.format.make_fragment(
+                listed.path, listed.filesystem, listed.partition_expression
+            )
             try:
                 with arrow_reads(self.files[0].uri):
                     batches = fragment.to_batches(
