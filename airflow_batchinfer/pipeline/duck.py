@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,14 @@ THREADS = min(4, os.cpu_count() or 1)
 """Each has buffers of its own, which have to fit into the limit on a machine of any size."""
 
 
+def connect_duckdb(database: Path | str, config: Mapping[str, Any]) -> duckdb.DuckDBPyConnection:
+    """A connection that writes a time as text in UTC, whichever zone the machine is in: rows are known again
+    by such texts."""
+    connection = duckdb.connect(database, config=dict(config))
+    connection.execute("SET TimeZone = 'UTC'")
+    return connection
+
+
 @contextmanager
 def open_duckdb(scratch: Path, *, keep_order: bool = False) -> Iterator[duckdb.DuckDBPyConnection]:
     """A database in `scratch`, closed at the end.
@@ -33,9 +41,9 @@ def open_duckdb(scratch: Path, *, keep_order: bool = False) -> Iterator[duckdb.D
     Raises:
         StoreError: it ran out of memory or disk.
     """
-    connection = duckdb.connect(
+    connection = connect_duckdb(
         scratch / "keys.duckdb",
-        config={
+        {
             "memory_limit": MEMORY_LIMIT,
             "threads": THREADS,
             "temp_directory": str(scratch / "spill"),
@@ -63,7 +71,7 @@ class Converter:
 
     def __init__(self) -> None:
         # No threads of its own: nothing is left running when the process ends.
-        self._connection = duckdb.connect(config={"threads": 1, "async_threads": 0})
+        self._connection = connect_duckdb(":memory:", {"threads": 1, "async_threads": 0})
 
     def convert(self, column: pa.Array, expression: str) -> pa.Array:
         """The values of an expression over `value`, which stands for the column's values."""

@@ -6,13 +6,12 @@ import posixpath
 from collections.abc import Iterator
 from pathlib import Path
 
-import duckdb
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from airflow_batchinfer.pipeline.buckets import Buckets, side_by_side
-from airflow_batchinfer.pipeline.duck import MEMORY_LIMIT, duck_type, sql_name, sql_text
+from airflow_batchinfer.pipeline.duck import MEMORY_LIMIT, connect_duckdb, duck_type, sql_name, sql_text
 from airflow_batchinfer.pipeline.streams import arrow_stream
 from airflow_batchinfer.run.layout import safe_run_id
 from airflow_batchinfer.run.plan import Plan
@@ -71,7 +70,7 @@ def _write_text(format_: str, rows: OrderedRows, local: Path) -> None:
     columns = ", ".join(_column(f, format_) for f in rows.schema)
     schema = pa.schema([f.with_type(duck_type(f.type)) for f in rows.schema])
     with (
-        duckdb.connect(config={"threads": 1, "memory_limit": MEMORY_LIMIT}) as connection,
+        connect_duckdb(":memory:", {"threads": 1, "memory_limit": MEMORY_LIMIT}) as connection,
         arrow_stream(schema, (batch.cast(schema) for batch in rows)) as reader,
     ):
         connection.register("results", reader)

@@ -30,7 +30,7 @@ import pyarrow.parquet as pq
 
 from airflow_batchinfer.errors import InputError
 from airflow_batchinfer.pipeline.delta_log import damaged_log_file
-from airflow_batchinfer.pipeline.duck import MEMORY_LIMIT, sql_name, sql_text
+from airflow_batchinfer.pipeline.duck import MEMORY_LIMIT, connect_duckdb, sql_name, sql_text
 from airflow_batchinfer.pipeline.inputs import FoundFile, FoundTable, find_input
 from airflow_batchinfer.pipeline.tables import DELTA_ERRORS, delta_words, open_delta
 from airflow_batchinfer.run.parquet import UNREADABLE, batch_rows, rows_at_once
@@ -378,7 +378,7 @@ class JsonlReader(_Files):
 
     def _connect(self) -> duckdb.DuckDBPyConnection:
         # With two, buffers for the longest lines do not fit into the memory.
-        return duckdb.connect(config={"memory_limit": MEMORY_LIMIT, "threads": 1})
+        return connect_duckdb(":memory:", {"memory_limit": MEMORY_LIMIT, "threads": 1})
 
     def _structure(self, connection: duckdb.DuckDBPyConnection) -> dict[str, Any]:
         """The merged structure of all lines: a type's name, `[type]`, or `{field: type}`."""

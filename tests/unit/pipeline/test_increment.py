@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections import Counter
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +19,7 @@ from airflow_batchinfer.errors import CorruptError, SpecError
 from airflow_batchinfer.outcome import Reason
 from airflow_batchinfer.pipeline import buckets
 from airflow_batchinfer.pipeline.replay import prepare_replay
-from airflow_batchinfer.pipeline.split import load_plan, split
+from airflow_batchinfer.pipeline.split import load_plan, newest_plan, split
 from airflow_batchinfer.pipeline.standing import standing_of
 from airflow_batchinfer.run.layout import RunLayout
 from airflow_batchinfer.run.plan import Plan
@@ -114,6 +119,28 @@ def test_ids_of_every_type_are_known_again(tmp_path: Path, store: Store, kind: p
         write_input(tmp_path, rows)
         plan = split(store, spec(tmp_path), name)
         publish_run(store, plan)
+    assert plan.changes == {"unchanged": 2}
+
+
+def test_rows_are_known_again_on_a_machine_in_another_time_zone(tmp_path: Path, store: Store) -> None:
+    at = pa.array([datetime(2026, 7, 1, 12, tzinfo=UTC)] * 2)
+    rows = {"id": ["1", "2"], "text": ["a", "b"], "at": at, "who": [{"at": t} for t in at.to_pylist()]}
+    write_input(tmp_path, pa.table(rows))
+    dated = spec(tmp_path, prompt={"template": "{{ text }} {{ at }} {{ who }}"})
+    publish_run(store, split(store, dated, "one"))
+    (tmp_path / "job.json").write_text(json.dumps(dated.dump()))
+    elsewhere = (
+        "import json, sys; from airflow_batchinfer.pipeline.split import split; "
+        "from airflow_batchinfer.spec import JobSpec; from airflow_batchinfer.store import LocalStore; "
+        "split(LocalStore(sys.argv[1]), JobSpec(**json.load(open(sys.argv[2]))), 'two')"
+    )
+    subprocess.run(
+        [sys.executable, "-c", elsewhere, str(tmp_path / "store"), str(tmp_path / "job.json")],
+        env=os.environ | {"TZ": "America/New_York"},
+        check=True,
+    )
+    plan = newest_plan(store, "job", "two")
+    assert plan is not None
     assert plan.changes == {"unchanged": 2}
 
 
