@@ -31,6 +31,7 @@ from pydantic_core import PydanticSerializationError, to_jsonable_python
 
 from airflow_batchinfer.errors import SpecError
 from airflow_batchinfer.outcome import Reason
+from airflow_batchinfer.store.address import address_problem
 from airflow_batchinfer.store.options import S3Options
 
 MAX_MAPPED_TASKS = 1024
@@ -111,7 +112,18 @@ def _without_credentials(address: str) -> str:
 
 
 Address = Annotated[str, AfterValidator(_without_credentials)]
-"""A local path or a URL."""
+"""A URL."""
+
+
+def _local_or_s3(path: str, info: ValidationInfo) -> str:
+    problem = address_problem(path)
+    if problem and not _is_stored(info):
+        raise ValueError(problem)
+    return path
+
+
+Location = Annotated[str, AfterValidator(_without_credentials), AfterValidator(_local_or_s3)]
+"""A local path or `s3://bucket/prefix`."""
 
 
 class _Strict(BaseModel):
@@ -147,12 +159,12 @@ class InputSpec(_Strict):
 
     @field_validator("path")
     @classmethod
-    def _some_path(cls, value: str | list[str]) -> str | list[str]:
+    def _some_path(cls, value: str | list[str], info: ValidationInfo) -> str | list[str]:
         paths = [value] if isinstance(value, str) else value
         if not paths or not all(p.strip() for p in paths):
             raise ValueError("name at least one file, folder or glob")
         for path in paths:
-            _without_credentials(path)
+            _local_or_s3(_without_credentials(path), info)
         return value
 
     @property
@@ -735,7 +747,7 @@ class ExportSpec(_Strict):
     """A plain file of the results beside the table, in input order."""
 
     format: Literal["parquet", "jsonl", "csv"] = Field(description="File format.")
-    path: Address = Field(description="Where to; local or `s3://`. `{run_id}` and `{job}` are filled in.")
+    path: Location = Field(description="Where to; local or `s3://`. `{run_id}` and `{job}` are filled in.")
 
 
 class JobSpec(_Strict):
@@ -745,7 +757,7 @@ class JobSpec(_Strict):
     input: InputSpec = Field(description="The dataset.")
     prompt: PromptSpec = Field(description="How a row becomes a prompt.")
     model: ModelSpec = Field(description="The model and its engine.")
-    store: Address = Field(description="Folder of runs and tables: a local path or `s3://bucket/prefix`.")
+    store: Location = Field(description="Folder of runs and tables: a local path or `s3://bucket/prefix`.")
     storage_options: StorageOptions = Field(
         default_factory=dict,
         description=(

@@ -13,6 +13,7 @@ from airflow_batchinfer.cli.command import (
     positive,
     store_of,
 )
+from airflow_batchinfer.errors import InputError
 
 if TYPE_CHECKING:
     from airflow_batchinfer.pipeline.housekeeping import Removed
@@ -24,7 +25,11 @@ def account(arguments: argparse.Namespace) -> None:
     from airflow_batchinfer.pipeline.standing import standing_of
 
     store = store_of(arguments)
-    standing = standing_of(store, load_plan(store, arguments.folder))
+    plan = load_plan(store, arguments.folder)
+    try:
+        standing = standing_of(store, plan)
+    except FileNotFoundError as error:
+        raise InputError(f"{store.uri_of(plan.folder)} has no ledger yet: reconcile writes it") from error
     print(f"rows         {standing.rows:>12,}")
     print(f"  succeeded  {standing.succeeded:>12,}")
     print(f"  resolved   {standing.resolved:>12,}  (by replays)")

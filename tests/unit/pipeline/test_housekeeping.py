@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from airflow_batchinfer.cli import main
+from airflow_batchinfer.errors import ExitCode
 from airflow_batchinfer.outcome import Reason
 from airflow_batchinfer.pipeline.housekeeping import delete_orphans, delete_runs, vacuum_tables
 from airflow_batchinfer.pipeline.merge import merge
@@ -191,6 +192,8 @@ def test_vacuum_takes_what_a_killed_merge_has_left(store: Store, plan: Plan) -> 
 
 
 def test_commands(store: Store, plan: Plan, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["account", plan.folder, "--store", store.uri]) == ExitCode.BAD_INPUT
+    assert "has no ledger yet: reconcile writes it" in capsys.readouterr().err
     publish_run(store, plan)
     assert main(["account", plan.folder, "--store", store.uri]) == 0
     assert "succeeded            40" in capsys.readouterr().out

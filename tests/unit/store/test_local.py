@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from airflow_batchinfer.errors import StoreError
+from airflow_batchinfer.errors import SpecError, StoreError
 from airflow_batchinfer.store import LocalStore, open_store
 
 
@@ -147,3 +147,15 @@ def test_half_written_files_go_once_they_are_old(store: LocalStore) -> None:
     assert not leftover.exists()
     assert store.remove_unfinished("", timedelta(0)) == 0
     assert store.read_bytes("run/part") == b"whole"
+
+
+@pytest.mark.parametrize("address", ["gs://bucket/out", "S3://bucket", "s3a://bucket", "https://host/x"])
+def test_an_address_that_no_store_can_have_makes_no_folder(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        SpecError, match=f"`{address.partition(':')[0]}://` is no store: give a local path or"
+    ):
+        open_store(address)
+    assert list(tmp_path.iterdir()) == []
