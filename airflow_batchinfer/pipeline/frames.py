@@ -11,13 +11,14 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from airflow_batchinfer.conformance.answers import fault_finder
 from airflow_batchinfer.outcome import Outcome
 from airflow_batchinfer.pipeline.answered import answered_rows
 from airflow_batchinfer.pipeline.answers import ShardAnswers
 from airflow_batchinfer.pipeline.sampling import sample
 from airflow_batchinfer.pipeline.vectors import measure_vectors
 from airflow_batchinfer.run.shard import CUSTOM_ID, ROW_ID
-from airflow_batchinfer.spec import EmbedTask, JobSpec, JsonTask
+from airflow_batchinfer.spec import EmbedTask, JobSpec, JsonTask, RegexTask
 
 _NUMBERS = ("finish_reason", "prompt_tokens", "output_tokens", "cached_tokens", "attempts")
 
@@ -26,16 +27,25 @@ def frame_columns(spec: JobSpec) -> list[str]:
     """Columns that an expectation may name: those of the results, and a few made for checking.
 
     A `json` answer is its text under the output column's name, and each property of the schema stands
-    beside it as `output.property`. A vector is its `output.length` (numbers) and `output.norm`.
+    beside it as `output.property`. What is wrong with a `json` or `regex` answer is `output fault`. A
+    vector is its `output.length` (numbers) and `output.norm`.
     """
     out = spec.output.column
     if isinstance(spec.task, JsonTask):
-        answer = [out, *(f"{out}.{name}" for name in spec.task.json_schema.get("properties", {}))]
+        properties = (f"{out}.{name}" for name in spec.task.json_schema.get("properties", {}))
+        answer = [out, fault_column(spec), *properties]
+    elif isinstance(spec.task, RegexTask):
+        answer = [out, fault_column(spec)]
     elif isinstance(spec.task, EmbedTask):
         answer = [f"{out}.length", f"{out}.norm"]
     else:
         answer = [out]
     return [ROW_ID, CUSTOM_ID, *answer, *_NUMBERS, *(spec.output.carry_prefix + c for c in spec.carried)]
+
+
+def fault_column(spec: JobSpec) -> str:
+    """The column of what is wrong with an answer; null if nothing is. No property's can have its name."""
+    return f"{spec.output.column} fault"
 
 
 def build_frame(shard: ShardAnswers, columns: Collection[str], most_rows: int) -> pd.DataFrame:
@@ -92,7 +102,7 @@ def _answer_columns(spec: JobSpec, columns: Collection[str]) -> list[str]:
     """Columns of parts behind some of `frame_columns`."""
     out = spec.output.column
     answers = [c for c in _NUMBERS if c in columns]
-    if any(c == out or c.startswith(f"{out}.") for c in columns):
+    if any(c in (out, fault_column(spec)) or c.startswith(f"{out}.") for c in columns):
         answers.append("vector" if isinstance(spec.task, EmbedTask) else "output")
     return answers
 
@@ -115,6 +125,7 @@ def _frame(spec: JobSpec, columns: Collection[str], table: pa.Table) -> pd.DataF
         elif name == "output":
             series[out] = table["output"].to_pandas()
             series |= _properties(series[out], out, columns)
+            series |= _faults(series[out], spec, columns)
         else:
             series[name] = table[name].to_pandas()
     for name, column in _carried(spec, columns).items():
@@ -131,9 +142,25 @@ def _properties(texts: pd.Series[Any], out: str, columns: Collection[str]) -> di
     return {f"{out}.{name}": [value.get(name) for value in parsed] for name in names}
 
 
+def _faults(texts: pd.Series[Any], spec: JobSpec, columns: Collection[str]) -> dict[str, pd.Series[Any]]:
+    """What is wrong with each answer, if that is asked for."""
+    name = fault_column(spec)
+    if name not in columns or not isinstance(spec.task, (JsonTask, RegexTask)):
+        return {}
+    fault_of = fault_finder(spec.task)
+
+    def fault(text: str | None) -> str | None:
+        try:
+            return None if text is None else fault_of(text)
+        except Exception:  # beyond bounds of time or depth here, and not for the worker that accepted it
+            return None
+
+    return {name: pd.Series([fault(text) for text in texts], dtype=object)}
+
+
 def _object(text: str | None) -> dict[str, Any]:
     try:
         value = json.loads(text or "")
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}

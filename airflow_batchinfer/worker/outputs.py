@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-import jsonschema
-from jsonschema.validators import validator_for
-from referencing import Registry
-from referencing.exceptions import Unresolvable
-
-from airflow_batchinfer.errors import SpecError
+from airflow_batchinfer.conformance.answers import FaultOf, fault_finder
+from airflow_batchinfer.conformance.patterns import MATCH_SECONDS
 from airflow_batchinfer.outcome import Reason
 from airflow_batchinfer.spec import ChoiceTask, EmbedTask, JobSpec, JsonTask, RegexTask
 from airflow_batchinfer.worker.engines.base import Completion
-from airflow_batchinfer.worker.patterns import MATCH_SECONDS, PATTERN_FORMAT, matches, with_limit
 
 FINISHED = frozenset({"stop", "length"})
 """Finish reasons of a result; any other text came from a request that was cut off."""
-
-_QUOTED = 120
-"""Characters of a wrong output that its message quotes."""
 
 
 class Judged(NamedTuple):
@@ -45,12 +36,8 @@ def output_judge(spec: JobSpec) -> Judge:
     match spec.task:
         case EmbedTask():
             return _judge_vector
-        case ChoiceTask(labels=labels):
-            return _structured(_choice(frozenset(labels)))
-        case JsonTask(json_schema=schema):
-            return _structured(_json(schema))
-        case RegexTask(pattern=pattern):
-            return _structured(_regex(pattern))
+        case ChoiceTask() | JsonTask() | RegexTask() as task:
+            return _structured(fault_finder(task))
         case _:
             return _judge_text
 
@@ -71,7 +58,7 @@ def _judge_vector(completion: Completion) -> Judged:
     return Judged(None)
 
 
-def _structured(fault_of: Callable[[str], str | None]) -> Judge:
+def _structured(fault_of: FaultOf) -> Judge:
     """A judge of text that must have a form; `fault_of` says what is wrong with it."""
 
     def judge(completion: Completion) -> Judged:
@@ -95,46 +82,3 @@ def _structured(fault_of: Callable[[str], str | None]) -> Judge:
         return Judged(raw, Reason.INVALID_OUTPUT, fault)
 
     return judge
-
-
-def _choice(labels: frozenset[str]) -> Callable[[str], str | None]:
-    return lambda text: None if text in labels else f"{_quote(text)} is none of the labels"
-
-
-def _json(schema: dict[str, object]) -> Callable[[str], str | None]:
-    validator_class = validator_for(schema, default=jsonschema.Draft202012Validator)
-    try:
-        validator_class.check_schema(schema, format_checker=PATTERN_FORMAT)  # type: ignore[call-arg]
-    except jsonschema.SchemaError as error:
-        raise SpecError(f"task.schema: {error.json_path}: {error.message}") from error
-    # Its dialect is chosen: told again, it would be looked up at each `$ref`, and found without our limit.
-    schema = {name: value for name, value in schema.items() if name != "$schema"}
-    # An empty registry: a `$ref` to a web address is an error, never a download.
-    validator = with_limit(validator_class)(schema, registry=Registry())
-
-    def fault_of(text: str) -> str | None:
-        try:
-            value = json.loads(text, parse_constant=_no_constant)
-        except (ValueError, RecursionError) as error:
-            return f"not JSON: {error}"
-        try:
-            fault = next(validator.iter_errors(value), None)
-        except Unresolvable as unresolvable:
-            return f"task.schema has a `$ref` that leads nowhere: {unresolvable}"
-        return None if fault is None else f"{fault.json_path}: {fault.message[: 2 * _QUOTED]}"
-
-    return fault_of
-
-
-def _regex(pattern: str) -> Callable[[str], str | None]:
-    return lambda text: (
-        None if matches(pattern, text) else f"{_quote(text)} does not match task.pattern as a whole"
-    )
-
-
-def _no_constant(name: str) -> float:
-    raise ValueError(f"`{name}` is no JSON value")
-
-
-def _quote(text: str) -> str:
-    return repr(text if len(text) <= _QUOTED else text[:_QUOTED] + "…")

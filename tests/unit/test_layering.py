@@ -18,8 +18,9 @@ BELOW = {
     "spec": {"errors", "outcome", "store"},  # the options of a store are part of the spec
     "run": {"errors", "outcome", "spec", "store"},
     "prompts": {"errors", "outcome", "spec", "store", "run"},
-    "pipeline": {"errors", "outcome", "spec", "store", "run", "prompts"},
-    "worker": {"errors", "outcome", "spec", "store", "run", "prompts"},
+    "conformance": {"errors", "spec"},
+    "pipeline": {"errors", "outcome", "spec", "store", "run", "prompts", "conformance"},
+    "worker": {"errors", "outcome", "spec", "store", "run", "prompts", "conformance"},
     "yaml_text": {"errors"},
     "operators": {
         "errors",
@@ -43,6 +44,7 @@ NO_AIRFLOW = (
     "store",
     "run",
     "prompts",
+    "conformance",
     "pipeline",
     "worker",
     "cli",
@@ -93,7 +95,17 @@ def test_only_operators_know_airflow_and_only_the_worker_knows_vllm() -> None:
             assert "airflow" not in roots, path
         if layer != "worker":
             assert not roots & {"vllm", "torch"}, path
-        if layer in ("outcome", "spec", "yaml_text", "errors", "store", "run", "prompts", "worker"):
+        if layer in (
+            "outcome",
+            "spec",
+            "yaml_text",
+            "errors",
+            "store",
+            "run",
+            "prompts",
+            "conformance",
+            "worker",
+        ):
             assert not roots & HEAVY, path
 
 
@@ -106,7 +118,7 @@ class Blocked:
             raise ImportError(f"the worker must not need {{name}}")
 sys.meta_path.insert(0, Blocked())
 import {NAME}.worker
-for package in ("worker", "prompts", "run", "store"):
+for package in ("worker", "conformance", "prompts", "run", "store"):
     module = importlib.import_module(f"{NAME}.{{package}}")
     for info in pkgutil.walk_packages(module.__path__, module.__name__ + "."):
         if not info.name.endswith(("__main__", ".vllm_driver", ".vllm_options", ".vllm_parameters")):

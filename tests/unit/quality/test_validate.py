@@ -186,7 +186,42 @@ def test_json_answers_are_checked_against_schema_and_properties(root: Path) -> N
     with pytest.raises(GateError, match=r"output\.score: values to be between: found 3 of 9 values fail"):
         validate(run.store, run.folder)
     verdict = Verdict.read(run.store, run.layout.validation)
-    assert check(verdict, "expect_column_values_to_match_json_schema").success
+    assert next(c for c in verdict.checks if c.name == "output fault: values to be null").success
+
+
+LETTERS = {"type": "object", "properties": {"fault": {"type": "string", "pattern": r"^\p{L}+$"}}}
+
+
+@pytest.mark.parametrize(
+    ("task", "good", "bad", "fault"),
+    [
+        ({"type": "regex", "pattern": "[a-z]{1,2000}"}, "a" * 1500, "a1", "does not match task.pattern"),
+        ({"type": "regex", "pattern": r"(?x) \d+ # a number"}, "12", "x", "does not match task.pattern"),
+        ({"type": "regex", "pattern": r"(?i)\w+"}, "Straße", "a b", "does not match task.pattern"),
+        (
+            {"type": "json", "schema": LETTERS},
+            '{"fault": "Öl"}',
+            '{"fault": "1"}',
+            r"\$\.fault: '1' does not",
+        ),
+    ],
+)
+def test_answers_are_proven_by_what_the_worker_judged_them_by(
+    root: Path, task: dict[str, Any], good: str, bad: str, fault: str
+) -> None:
+    run = make_run(root, tickets(9), lambda _: {"output": good}, spec=make_spec(root, task=task))
+    run.reconcile()
+    assert validate(run.store, run.folder).success
+    broken = make_run(
+        root,
+        tickets(9),
+        lambda r: {"output": bad if r["id"] == "T5" else good},
+        spec=make_spec(root, task=task),
+        run_id="manual-2",
+    )
+    broken.reconcile()
+    with pytest.raises(GateError, match=rf"1 of 9 values fail.*output fault .*{fault}.*, row_id 5"):
+        validate(broken.store, broken.folder)
 
 
 def test_vectors_of_different_length_are_found(root: Path) -> None:

@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from airflow_batchinfer.conformance.patterns import MATCH_SECONDS, found, matches
 from airflow_batchinfer.errors import SpecError, StoreError
 from airflow_batchinfer.outcome import Reason
 from airflow_batchinfer.prompts.builder import Prepared, Prompt
@@ -31,7 +32,6 @@ from airflow_batchinfer.worker.control import Control
 from airflow_batchinfer.worker.engines.base import Completion, Request
 from airflow_batchinfer.worker.ordering import order
 from airflow_batchinfer.worker.outputs import output_judge
-from airflow_batchinfer.worker.patterns import MATCH_SECONDS, found, matches
 from airflow_batchinfer.worker.poison import Search
 from airflow_batchinfer.worker.processes import identity, is_gone, process_age
 from airflow_batchinfer.worker.reporter import Reporter
