@@ -93,10 +93,11 @@ class ShardAnswers:
     def input_rows(
         self, answer_columns: Sequence[str], carried: Sequence[str], keep: Ids | None = None
     ) -> pa.Table:
-        """Answered *input* rows, copies included, with `custom_id` and carried columns by their own names.
+        """Answered *input* rows, copies included: `row_id`, `custom_id`, the answer's columns, `carry`.
 
-        The answer's columns keep the names of `PART_SCHEMA`. `keep` names the input rows wanted, all if
-        none. Raises `CorruptError`.
+        The answer's columns keep the names of `PART_SCHEMA`. What the input carries stands in the struct
+        `carry` (absent if nothing is asked for): a column of the user's may well be named `output`. `keep`
+        names the input rows wanted, all if none. Raises `CorruptError`.
         """
         sent = self.sent([ROW_ID, CUSTOM_ID, *self._structs(carried)])
         copies = self.copies([ROW_ID, "copy_of", CUSTOM_ID, *self._carry_of_copies(carried)])
@@ -129,12 +130,15 @@ class ShardAnswers:
         columns = {ROW_ID: own[ROW_ID], CUSTOM_ID: own[CUSTOM_ID]}
         answered = answers.take(pa.array(position))
         columns |= {name: answered[name] for name in answers.column_names if name != ROW_ID}
-        carry_names = _field_names(own, CARRY)
-        for name in carried:
-            if name in carry_names:
-                columns[name] = _field(own, CARRY, name)
-            else:
-                columns[name] = _field(sent, INPUT, name).take(pa.array(in_sent))
+        if carried:
+            own_names = _field_names(own, CARRY)
+            values = [
+                struct_field(own[CARRY], name)
+                if name in own_names
+                else struct_field(sent[INPUT], name).take(pa.array(in_sent))
+                for name in carried
+            ]
+            columns[CARRY] = pc.make_struct(*values, field_names=list(carried))
         return pa.table(columns)
 
     def _structs(self, carried: Sequence[str]) -> list[str]:
@@ -186,6 +190,12 @@ def positions(keys: Ids, wanted: Ids) -> tuple[npt.NDArray[np.intp], npt.NDArray
     return position, keys[position] == wanted
 
 
+def struct_field(column: pa.ChunkedArray, name: str) -> pa.ChunkedArray:
+    """One field of a struct column; null where the struct is null."""
+    # In a list, as everywhere: Arrow takes a plain name for a path, and `user.name` for a field of `user`.
+    return pc.struct_field(column, [name])
+
+
 def copies_of(shard: ShardAnswers, row_ids: Ids) -> Ids:
     """How many other input rows take the answer of each of the given sent rows."""
     sent = shard.sent([ROW_ID, COPIES])
@@ -221,9 +231,3 @@ def _field_names(table: pa.Table, struct: str) -> set[str]:
     if struct not in table.column_names:
         return set()
     return {field.name for field in table.schema.field(struct).type}
-
-
-def _field(table: pa.Table, struct: str, name: str) -> pa.ChunkedArray:
-    """One field of a struct column; null where the struct is null."""
-    # In a list, as everywhere: Arrow takes a plain name for a path, and `user.name` for a field of `user`.
-    return pc.struct_field(table[struct], [name])

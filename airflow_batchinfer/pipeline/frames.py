@@ -14,10 +14,10 @@ import pyarrow.compute as pc
 from airflow_batchinfer.conformance.answers import fault_finder
 from airflow_batchinfer.outcome import Outcome
 from airflow_batchinfer.pipeline.answered import answered_rows
-from airflow_batchinfer.pipeline.answers import ShardAnswers
+from airflow_batchinfer.pipeline.answers import ShardAnswers, struct_field
 from airflow_batchinfer.pipeline.sampling import sample
 from airflow_batchinfer.pipeline.vectors import measure_vectors
-from airflow_batchinfer.run.shard import CUSTOM_ID, ROW_ID
+from airflow_batchinfer.run.shard import CARRY, CUSTOM_ID, ROW_ID
 from airflow_batchinfer.spec import EmbedTask, JobSpec, JsonTask, RegexTask
 
 _NUMBERS = ("finish_reason", "prompt_tokens", "output_tokens", "cached_tokens", "attempts")
@@ -83,12 +83,14 @@ def all_frames(shard: ShardAnswers, columns: Collection[str], rows: int) -> Iter
     """
     assert shard.commit is not None
     spec = shard.plan.spec
-    answers, carried = _answer_columns(spec, columns), _carried(spec, columns).values()
+    answers, carried = _answer_columns(spec, columns), list(_carried(spec, columns).values())
     tables: list[pa.Table] = []
-    for batch in answered_rows(shard.store, shard.planned, shard.commit, list(carried)):
+    for batch in answered_rows(shard.store, shard.planned, shard.commit, carried):
         wanted = {ROW_ID: batch.row_ids, CUSTOM_ID: batch.custom_ids}
         wanted |= {name: batch.answers.column(name) for name in answers}
-        wanted |= {name: batch.carried[name] for name in carried}
+        if carried:
+            values = [batch.carried[name] for name in carried]
+            wanted[CARRY] = pc.make_struct(*values, field_names=carried)
         good = pc.equal(batch.answers.column("outcome"), Outcome.SUCCEEDED.value)
         tables.append(pa.table(wanted).filter(good))
         if sum(table.num_rows for table in tables) >= rows:
@@ -114,6 +116,7 @@ def _carried(spec: JobSpec, columns: Collection[str]) -> dict[str, str]:
 
 
 def _frame(spec: JobSpec, columns: Collection[str], table: pa.Table) -> pd.DataFrame:
+    """The frame of a table as `ShardAnswers.input_rows` makes it."""
     out = spec.output.column
     series: dict[str, Any] = {ROW_ID: table[ROW_ID].to_numpy()}
     if CUSTOM_ID in columns:
@@ -129,7 +132,7 @@ def _frame(spec: JobSpec, columns: Collection[str], table: pa.Table) -> pd.DataF
         else:
             series[name] = table[name].to_pandas()
     for name, column in _carried(spec, columns).items():
-        series[name] = table[column].to_pandas()
+        series[name] = struct_field(table[CARRY], column).to_pandas()
     return pd.DataFrame(series)
 
 

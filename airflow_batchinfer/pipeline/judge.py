@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 from airflow_batchinfer.errors import SpecError
 from airflow_batchinfer.outcome import Outcome
 from airflow_batchinfer.pipeline.accounting import current_ledger
-from airflow_batchinfer.pipeline.answers import Ids, ShardAnswers, positions, shards_of
+from airflow_batchinfer.pipeline.answers import Ids, ShardAnswers, positions, shards_of, struct_field
 from airflow_batchinfer.pipeline.freeze import freeze
 from airflow_batchinfer.pipeline.judging import check_judge, judge_columns, judge_job
 from airflow_batchinfer.pipeline.sampling import StratifiedSample
@@ -29,7 +29,7 @@ from airflow_batchinfer.run.fingerprint import fingerprint
 from airflow_batchinfer.run.layout import RunLayout
 from airflow_batchinfer.run.ledger import Ledger
 from airflow_batchinfer.run.plan import InputFile, Plan
-from airflow_batchinfer.run.shard import INPUT, ROW_ID
+from airflow_batchinfer.run.shard import CARRY, INPUT, ROW_ID
 from airflow_batchinfer.spec import ChoiceTask, JobSpec, JudgeSpec
 from airflow_batchinfer.store import Store
 
@@ -84,11 +84,11 @@ class AnswerReader:
         for shard in shards_of(store, plan):
             _offer(drawn, plan.spec, shard)
         chosen = drawn.by_tag()
-        tables = [_rows(shard, chosen[shard.planned.shard]) for shard in shards_of(store, plan, chosen)]
+        rows = [_rows(shard, chosen[shard.planned.shard]) for shard in shards_of(store, plan, chosen)]
         columns = judge_columns(plan.spec)
         nothing = pa.table({name: pa.array([], pa.string()) for name in columns})
-        self._table = pa.concat_tables([t.select(columns) for t in tables]) if tables else nothing
-        self.row_ids = np.concatenate([np.empty(0, np.int64), *(t[ROW_ID].to_numpy() for t in tables)])
+        self._table = pa.concat_tables([t.select(columns) for _, t in rows]) if rows else nothing
+        self.row_ids = np.concatenate([np.empty(0, np.int64), *(ids for ids, _ in rows)])
         self.schema = self._table.schema
         self.warnings = []
         source = f"{store.uri_of(plan.folder)}#answers"
@@ -116,14 +116,14 @@ def _offer(drawn: StratifiedSample, spec: JobSpec, shard: ShardAnswers) -> None:
     drawn.add(table[ROW_ID].to_numpy(), strata, shard.planned.shard)
 
 
-def _rows(shard: ShardAnswers, row_ids: Ids) -> pa.Table:
-    """The given sent rows: `row_id`, the prompt's columns, the carried ones, the answer."""
+def _rows(shard: ShardAnswers, row_ids: Ids) -> tuple[Ids, pa.Table]:
+    """Row ids of the given sent rows; and their columns: the prompt's, the carried ones, the answer."""
     spec = shard.plan.spec
     answered = shard.input_rows(["output"], spec.carried, keep=row_ids)
+    ids: Ids = answered[ROW_ID].to_numpy()
     sent = shard.sent([ROW_ID, INPUT])
-    at, _ = positions(sent[ROW_ID].to_numpy(), answered[ROW_ID].to_numpy())
+    at, _ = positions(sent[ROW_ID].to_numpy(), ids)
     inputs = sent[INPUT].take(pa.array(at))
-    columns = {ROW_ID: answered[ROW_ID]}
-    columns |= {f.name: pc.struct_field(inputs, [f.name]) for f in inputs.type.fields}
-    columns |= {name: answered[name] for name in spec.carried if name not in columns}
-    return pa.table(columns | {spec.output.column: answered["output"]})
+    columns = {name: struct_field(answered[CARRY], name) for name in spec.carried}
+    columns |= {f.name: struct_field(inputs, f.name) for f in inputs.type.fields}
+    return ids, pa.table(columns | {spec.output.column: answered["output"]})

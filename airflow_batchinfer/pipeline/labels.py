@@ -7,8 +7,9 @@ import pyarrow.compute as pc
 from pydantic import Field
 
 from airflow_batchinfer.outcome import Outcome
-from airflow_batchinfer.pipeline.answers import ShardAnswers
+from airflow_batchinfer.pipeline.answers import ShardAnswers, struct_field
 from airflow_batchinfer.run.document import Document
+from airflow_batchinfer.run.shard import CARRY
 from airflow_batchinfer.spec import ChoiceTask, JobSpec
 
 OTHER = "(other)"
@@ -58,17 +59,16 @@ class LabelCounter:
         """Count one shard's input rows. Raises `CorruptError`."""
         if self._truth is None or not self._labels:
             return
-        table = shard.input_rows(["outcome", "output"], [self._truth])
-        table = table.set_column(
-            table.column_names.index(self._truth), self._truth, pc.cast(table[self._truth], pa.string())
-        )
-        table = table.filter(pc.is_valid(table[self._truth]))
+        rows = shard.input_rows(["outcome", "output"], [self._truth])
+        truth = pc.cast(struct_field(rows[CARRY], self._truth), pa.string())
+        table = pa.table({"outcome": rows["outcome"], "answer": rows["output"], "truth": truth})
+        table = table.filter(pc.is_valid(table["truth"]))
         good = pc.equal(table["outcome"], Outcome.SUCCEEDED.value)
         self._unanswered += table.num_rows - (pc.sum(good).as_py() or 0)
-        counted = table.filter(good).group_by([self._truth, "output"]).aggregate([([], "count_all")])
+        counted = table.filter(good).group_by(["truth", "answer"]).aggregate([([], "count_all")])
         for line in counted.to_pylist():
-            true = line[self._truth] if line[self._truth] in self._labels else OTHER
-            pair = (true, line["output"])
+            true = line["truth"] if line["truth"] in self._labels else OTHER
+            pair = (true, line["answer"])
             self._pairs[pair] = self._pairs.get(pair, 0) + line["count_all"]
 
     def scores(self) -> LabelScores | None:

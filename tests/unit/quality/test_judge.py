@@ -94,6 +94,26 @@ def test_the_sample_is_of_good_answers_and_each_label_has_its_share(root: Path, 
     assert keys == [RunLayout(plan.folder).plan], "it is no run of the job's own"
 
 
+def test_input_columns_named_as_ours_are_not_taken_for_them(root: Path, store: Store) -> None:
+    write_input(root, [{"text": f"t{i}", "row_id": 1000 + i, "output": "gold"} for i in range(40)])
+    prompt = {"template": "{{ row_id }} {{ text }}: {{ label }}, not {{ output }}?"}
+    spec = judged_job(
+        root,
+        {**VERDICT, "prompt": prompt},
+        input={"path": str(root / "in"), "carry": ["output"]},
+        output={"column": "label"},
+        prompt={"template": "{{ row_id }} {{ text }}"},
+    )
+    plan = split(store, spec, "run")
+    commit_run(store, plan, answer=lambda r: LABELS[r["row_id"] % 2])
+    reconcile(store, plan.folder)
+    rows = frozen_rows(store, prepare_judge(store, plan.folder))
+    assert len(rows) == 20
+    for row in rows:
+        i = row["row_id"]
+        assert row["input"] == {"row_id": 1000 + i, "text": f"t{i}", "label": LABELS[i % 2], "output": "gold"}
+
+
 def test_strata_have_their_shares() -> None:
     ids = np.arange(1000)
     strata = np.where(ids < 100, "rare", "common").astype(np.str_)

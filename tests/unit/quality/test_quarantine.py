@@ -169,6 +169,41 @@ def test_copies_are_judged_by_what_they_carry(root: Path, store: Store) -> None:
     assert build_report(store, plan, read_account(store, plan.folder)).problems == []
 
 
+CARRIED = {"output": "ok", "outcome": "lost", "reason": 7, "message": True, "row_id": 3, "custom_id": "c"}
+
+
+def test_carried_columns_named_as_ours_are_not_taken_for_them(root: Path, store: Store) -> None:
+    write_input(root, [{"text": text, **CARRIED} for text in TEXTS])
+    expected = [
+        {
+            "type": "expect_column_values_to_be_in_set",
+            "kwargs": {"column": f"in_{name}", "value_set": [value]},
+        }
+        for name, value in CARRIED.items()
+    ]
+    deadly = [e | {"on_failure": "dead_letter"} for e in expected]
+    answer = {"type": "expect_column_values_to_match_regex", "kwargs": {"column": "output", "regex": "^t"}}
+    spec = job(
+        root,
+        store=str(root),
+        input={"path": str(root / "in"), "carry": list(CARRIED)},
+        output={"carry_prefix": "in_"},
+        validation={"expectations": [SHORT, *deadly, *expected, answer]},
+        failure={"max_dead_fraction": 0.5},
+        sharding={"max_rows": 20},
+    )
+    plan = split(store, spec, "run")
+    verdict = run_to_verdict(store, plan)
+    assert verdict.success
+    assert verdict.quarantine.rows == len(LONG)
+    merge(store, plan.folder)
+    published = table_rows(store, "job/results")
+    assert {row["row_id"]: row["output"] for row in published} == {
+        i: text for i, text in enumerate(TEXTS) if i not in LONG
+    }
+    assert {row["in_output"] for row in published} == {"ok"}
+
+
 def test_replay_mends_them(root: Path, store: Store) -> None:
     plan = planned(root, store)
     run_to_verdict(store, plan)

@@ -245,6 +245,18 @@ def test_accuracy_below_the_limit_holds(root: Path) -> None:
         validate(run.store, run.folder)
 
 
+@pytest.mark.parametrize("output", [{"column": "answer"}, {"carry_prefix": "in_"}])
+def test_a_truth_column_named_as_the_answer_is_not_taken_for_it(root: Path, output: dict[str, str]) -> None:
+    """Both remedies that split names for such a column."""
+    rows = [{**t, "output": t["label"]} for t in tickets(30)]
+    given = {"path": "tickets.parquet", "id_column": "id", "truth": "output"}
+    spec = make_spec(root, input=given, output=output, validation={"min_accuracy": 0.9})
+    run = make_run(root, rows, lambda _: {"output": "bug"}, spec=spec, copies_of={3: 0})
+    run.reconcile()
+    with pytest.raises(GateError, match=r"accuracy against `output`: found 33.3% \(10 of 30 rows\)"):
+        validate(run.store, run.folder)
+
+
 def test_suite_file_is_read(root: Path, tmp_path: Path) -> None:
     suite = tmp_path / "suite.json"
     suite.write_text(
