@@ -27,7 +27,7 @@ from airflow_batchinfer.store import Store
 _SHOWN = 5
 
 NO_SCORE = "no_score"
-"""Why a row is not judged: the reply fits the schema and holds no number."""
+"""Why a row is not judged: the reply fits the schema and holds no number, or one too large to be a score."""
 
 
 class JudgeScores(Document):

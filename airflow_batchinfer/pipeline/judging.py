@@ -8,6 +8,9 @@ from airflow_batchinfer.errors import SpecError
 from airflow_batchinfer.prompts.template import PromptTemplate
 from airflow_batchinfer.spec import ChoiceTask, InputSpec, JobSpec, JudgeSpec, LineSpec, ShardingSpec
 
+_LARGEST_SCORE = 1e100
+"""Beyond it, squares of scores overflow when their variance is taken."""
+
 
 def judge_job(spec: JobSpec, judge: JudgeSpec) -> JobSpec:
     """The job that a worker runs to judge answers of `spec`'s; its input is made from them."""
@@ -63,14 +66,19 @@ def check_judge(spec: JobSpec) -> None:
 
 
 def score_of(judge: JudgeSpec, reply: str) -> float | None:
-    """A judge's reply as a number: 1 or 0 for a label that passes or not; none if it holds no score."""
+    """A judge's reply as a number: 1 or 0 for a label that passes or not; none if it holds no score.
+
+    JSON's `1e999` is read as infinity, and an integer may have hundreds of digits: no scores either.
+    """
     if isinstance(judge.task, ChoiceTask):
         return float(reply in judge.passing)
     try:
         value = json.loads(reply).get(judge.score)
     except (ValueError, AttributeError):
         return None
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return None
+    return float(value) if abs(value) <= _LARGEST_SCORE else None
 
 
 def passes(judge: JudgeSpec, score: float) -> bool:

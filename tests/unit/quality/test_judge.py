@@ -218,6 +218,19 @@ def test_too_few_that_pass_hold_the_results(root: Path, store: Store, unread: bo
         merge(store, plan.folder)
 
 
+@pytest.mark.parametrize("score", ["1e999", "-1e999", "1e200", "9" * 400])
+def test_a_number_too_large_to_be_a_score_is_none(root: Path, store: Store, score: str) -> None:
+    """It fits the schema and is durable: a run that it stopped could never be validated."""
+    plan = answered(root, store, judge=SCORE)
+    asked = prepare_judge(store, plan.folder)
+    first = min(row["row_id"] for row in frozen_rows(store, asked))
+    commit_run(store, asked, answer=lambda r: '{"score": %s}' % (score if r["row_id"] == first else "4"))
+    scores = validate(store, plan.folder).judge
+    assert scores is not None
+    assert (scores.judged, scores.passed, scores.not_judged) == (19, 19, {"no_score": 1})
+    assert (scores.mean, scores.mean_low, scores.mean_high) == (4.0, 4.0, 4.0)
+
+
 def test_numbers_as_scores(root: Path, store: Store) -> None:
     plan = answered(root, store, SCORE)
     asked = prepare_judge(store, plan.folder)
