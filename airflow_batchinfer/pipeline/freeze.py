@@ -43,7 +43,7 @@ from airflow_batchinfer.run.shard import (
     copies_schema,
     rows_schema,
 )
-from airflow_batchinfer.spec import JobSpec, PilotSpec
+from airflow_batchinfer.spec import ChoiceTask, JobSpec, PilotSpec
 from airflow_batchinfer.store import Store
 
 if TYPE_CHECKING:
@@ -217,6 +217,12 @@ class _Freezer:
                 f"input.id_column: `{columns.id}` is {schema.field(columns.id).type}; an id is text or "
                 "a whole number: write it as text"
             )
+        truth = spec.input.truth
+        if truth and isinstance(spec.task, ChoiceTask) and not _can_be_label(schema.field(truth).type):
+            raise InputError(
+                f"input.truth: `{truth}` is {schema.field(truth).type}; a true label is text, or a number or "
+                "boolean that reads like the label: write it as text"
+            )
 
     def _regroup(self, placement: Placement, rows: int) -> tuple[Shuffle, Shuffle, KeptRows | None]:
         """Read the input a second time and regroup its rows by shard: sent rows, copies, and kept rows."""
@@ -386,6 +392,19 @@ def _can_be_id(kind: pa.DataType) -> bool:
         or types.is_string(kind)
         or types.is_large_string(kind)
         or (types.is_decimal(kind) and kind.scale == 0)
+    )
+
+
+def _can_be_label(kind: pa.DataType) -> bool:
+    """Whether it can be compared with a label once it is text: no list or struct, no bytes."""
+    kind = storable(kind)
+    types = pa.types
+    return bool(
+        types.is_string(kind)
+        or types.is_large_string(kind)
+        or types.is_primitive(kind)
+        or types.is_decimal(kind)
+        or types.is_null(kind)
     )
 
 

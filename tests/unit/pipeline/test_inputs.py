@@ -15,13 +15,15 @@ import pyarrow as pa
 import pytest
 
 from airflow_batchinfer.errors import BatchInferError, InputError, StoreError
+from airflow_batchinfer.pipeline.answers import shards_of
 from airflow_batchinfer.pipeline.inputs import find_input, glob_matches
+from airflow_batchinfer.pipeline.labels import LabelCounter
 from airflow_batchinfer.pipeline.readers import open_input
 from airflow_batchinfer.pipeline.split import split
 from airflow_batchinfer.run.plan import Plan
 from airflow_batchinfer.spec import InputSpec
 from airflow_batchinfer.store import Store, open_store
-from tests.unit.pipeline.runs import frozen_rows, job, write_input
+from tests.unit.pipeline.runs import commit_run, frozen_rows, job, write_input
 
 pytestmark = pytest.mark.airflow_env
 
@@ -250,6 +252,41 @@ def test_an_id_that_is_neither_text_nor_a_whole_number(tmp_path: Path, kind: pa.
     write_input(tmp_path, pa.table({"id": pa.nulls(1, kind), "text": ["a"]}))
     given = {"path": str(tmp_path / "in"), "id_column": "id"}
     fails(tmp_path, f"input.id_column: `id` is {kind}", "write it as text", input=given)
+
+
+@pytest.mark.parametrize(
+    "kind", [pa.list_(pa.field("element", pa.string())), pa.struct({"a": pa.string()}), pa.binary()]
+)
+def test_a_true_label_that_no_label_can_equal(tmp_path: Path, store: Store, kind: pa.DataType) -> None:
+    write_input(tmp_path, pa.table({"text": ["a"], "label": pa.nulls(1, kind)}))
+    given = {"path": str(tmp_path / "in"), "truth": "label"}
+    choice = {"type": "choice", "labels": ["a", "b"]}
+    fails(tmp_path, f"input.truth: `label` is {kind}", "write it as text", input=given, task=choice)
+    plan = split(store, job(tmp_path, input=given, task={"type": "generate"}), "r")
+    assert plan.rows == 1, "nothing is compared with it"
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        pa.array(["a"]).dictionary_encode(),
+        pa.array([1]),
+        pa.array([True]),
+        pa.array([Decimal("1.5")]),
+        pa.nulls(1),
+    ],
+)
+def test_a_true_label_that_reads_like_a_label(tmp_path: Path, store: Store, values: pa.Array) -> None:
+    write_input(tmp_path, pa.table({"text": ["a"], "label": values}))
+    given = {"path": str(tmp_path / "in"), "truth": "label"}
+    labels = [str(values[0].as_py()).lower(), "other"]
+    plan = split(store, job(tmp_path, input=given, task={"type": "choice", "labels": labels}), "r")
+    commit_run(store, plan, answer=lambda _: labels[0])
+    counter = LabelCounter(plan.spec)
+    for shard in shards_of(store, plan):
+        counter.see(shard)
+    scores = counter.scores()
+    assert (scores and scores.accuracy) == (1.0 if values[0].is_valid else None)
 
 
 def test_missing_file_names_its_neighbour(tmp_path: Path) -> None:
