@@ -150,7 +150,7 @@ class PrepareReplayOperator(BatchInferOperator):
         from airflow_batchinfer.pipeline.replay import prepare_replay, published_folder
 
         params = context["params"]
-        check_conf(context["dag_run"].conf or {}, params)
+        check_conf(context["dag_run"].conf or {}, context["dag"].params)  # `params` has all keys of the conf
         address = params["store"] or needed_store()
         self.use_store_connection()
         store = open_store(address, params["storage_options"] or {})
