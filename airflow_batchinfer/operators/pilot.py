@@ -24,7 +24,8 @@ class JudgePilotOperator(RunOperator, ApprovalOperator):
     With `gate.approval: required`, a pilot that passed waits for a person: the request holds the pilot's
     figures and the report's address. "Reject" fails the task for good, and so does no answer within
     `response_timeout`. Nothing of it is templated, so prompts that look like Jinja stay text. Where each of
-    the fleet's shards has its commit, nothing is left to pay, and nobody is asked.
+    the fleet's shards has its commit, nothing is left to pay, and nobody is asked. An `execution_timeout` of
+    the DAG's `default_args` does not count: ApprovalOperator would take it for `response_timeout`.
 
     Args:
         split_task_id: see `RunOperator`.
@@ -32,6 +33,7 @@ class JudgePilotOperator(RunOperator, ApprovalOperator):
     """
 
     def __init__(self, **kwargs: Any) -> None:
+        kwargs.setdefault("execution_timeout", None)
         super().__init__(subject="Start the fleet?", fail_on_reject=True, **kwargs)
 
     def execute(self, context: Context) -> list[Bundle]:
@@ -52,6 +54,13 @@ class JudgePilotOperator(RunOperator, ApprovalOperator):
         if verdict.approval == "required" and self._is_anything_left_to_pay(store, folder):
             self.subject = f"Start the fleet of {folder}?"
             self.body = _request(verdict, report)
+            if not self._is_shown(context):
+                raise GateError(
+                    f"{verdict.message} A person has to approve it, and would be shown an earlier request "
+                    "with other figures: Airflow keeps the first that a run's task makes. Start a new run; "
+                    f"or read {report}, and if it is good, set `gate.approval: none` and clear split with "
+                    "downstream: the pilot's rows are not paid again"
+                )
             super().execute(context)  # parks the task: it goes on in `execute_complete`
         return self._fleet(context)
 
@@ -71,6 +80,27 @@ class JudgePilotOperator(RunOperator, ApprovalOperator):
                 f"not start: clear `{self.task_id}` to be asked again"
             ) from error
         return self._fleet(context)
+
+    def _is_shown(self, context: Context) -> bool:
+        """Hand in the request; whether people see it. A cleared task keeps the request that it made before,
+        though its pilot may be another one now, and nothing that a task may do replaces it."""
+        from airflow.sdk.execution_time.comms import CreateHITLDetailPayload, HITLDetailRequestResult
+        from airflow.sdk.execution_time.task_runner import SUPERVISOR_COMMS
+
+        # As `upsert_hitl_detail`, which does not say what the API server answers.
+        request = {
+            "ti_id": context["task_instance"].id,
+            "options": self.options,
+            "subject": self.subject,
+            "body": self.body,
+            "defaults": self.defaults,
+            "params": self.serialized_params,
+            "multiple": self.multiple,
+            "assigned_users": self.assigned_users or [],
+        }
+        shown = SUPERVISOR_COMMS.send(CreateHITLDetailPayload.model_validate(request))
+        assert isinstance(shown, HITLDetailRequestResult)
+        return (shown.subject, shown.body) == (self.subject, self.body)
 
     def _is_anything_left_to_pay(self, store: Store, folder: str) -> bool:
         """Whether a shard of the fleet has no commit."""

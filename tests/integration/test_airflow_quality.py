@@ -6,6 +6,7 @@ import json
 from collections import Counter
 
 import pytest
+import yaml
 
 from airflow_batchinfer.run.stop import clear_stop, read_stop
 from tests.integration.runs import StoredRun, job_fields, paid, write_input
@@ -81,14 +82,25 @@ def test_the_fleet_waits_for_a_persons_approval(airflow, airflow_store, gated_jo
     assert set(paid(log).values()) == {1}, "the pilot's rows are not paid again"
 
 
-def test_a_rejected_pilot_ends_the_run(airflow, gated_job):
+def test_a_rejected_pilot_ends_the_run_and_what_was_asked_is_not_asked_of_another(
+    airflow, gated_job, tmp_path
+):
     fields, log = gated_job("rejected", gate={"approval": "required"})
-    run_id = airflow.trigger("piloted_job", {"spec": fields})
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump(fields))
+    run_id = airflow.trigger("piloted_job", {"file": str(file)})
     airflow.wait_for_task("piloted_job", run_id, "judge_pilot", ["awaiting_input", "deferred"])
     airflow.respond("piloted_job", run_id, "judge_pilot", "Reject")
     assert airflow.wait("piloted_job", run_id) == "failed"
     assert airflow.state_mismatches("piloted_job", run_id, "judge_pilot") == {}
     assert sum(paid(log).values()) == 8
+
+    changed = {"prompt": {"template": "Reply: {{ text }}"}, "on_changed_spec": "restart"}
+    file.write_text(yaml.safe_dump(fields | changed))
+    airflow.clear("piloted_job", run_id, ["split"], only_failed=False)
+    assert airflow.wait("piloted_job", run_id) == "failed"
+    assert "an earlier request with other figures" in airflow.log("piloted_job", run_id, "judge_pilot")
+    assert sum(paid(log).values()) == 16, "another pilot"
 
 
 def test_no_pilot_a_judge_and_failing_rows_as_dead_letters(airflow, airflow_store, gated_job, tmp_path):

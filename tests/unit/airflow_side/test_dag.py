@@ -19,6 +19,7 @@ JUDGE = {
     "task": {"type": "choice", "labels": ["yes", "no"]},
     "passing": ["yes"],
 }
+HOUR = datetime.timedelta(hours=1)
 FIELDS = {
     "name": "tickets",
     "input": {"path": "t.jsonl"},
@@ -112,6 +113,12 @@ def test_how_a_person_is_asked(build):
     assert dag.get_task("judge_pilot").response_timeout == wait
     with pytest.raises(ValueError, match="there is no pilot to approve"):
         build(FIELDS, approval_arguments={"response_timeout": wait})
+
+
+def test_a_persons_time_is_not_that_of_a_task(build):
+    dag = build({**FIELDS, "pilot": {"rows": 20}}, default_args={"execution_timeout": HOUR})
+    assert dag.get_task("judge_pilot").response_timeout is None
+    assert dag.get_task("merge").execution_timeout == HOUR
 
 
 def test_a_replays_form_names_the_store():
