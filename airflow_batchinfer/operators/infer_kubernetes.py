@@ -241,6 +241,21 @@ class BatchInferPodOperator(KubernetesPodOperator):
         if self._seen is not None and self._end_of(self._seen).fate != Fate.RUNNING:
             super().cleanup(pod, self._seen, *args, **kwargs)
 
+    def process_pod_deletion(self, pod: k8s.V1Pod, *, reraise: bool = True) -> bool:
+        """As KubernetesPodOperator, but `on_finish_action` keeps only pods that have ended: nobody watches
+        this one any more. Given up it may start yet, and a sidecar may hold its GPU for ever."""
+        if pod.status.phase in PodPhase.terminal_states:
+            return bool(super().process_pod_deletion(pod, reraise=reraise))
+        self.log.info("Deleting pod: %s", pod.metadata.name)
+        try:
+            self.pod_manager.delete_pod(pod)
+        except _POD_TROUBLE:
+            if reraise:
+                raise
+            self.log.exception("pod %s could not be deleted", pod.metadata.name)
+            return False
+        return True
+
     def _get_pod_from_task_state_store(self, context: Context) -> k8s.V1Pod | None:
         """As KubernetesPodOperator, but not a pod at other shards: its run has been planned anew since."""
         pod = super()._get_pod_from_task_state_store(context)

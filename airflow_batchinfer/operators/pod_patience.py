@@ -24,6 +24,7 @@ from airflow.providers.cncf.kubernetes.kubernetes_helper_functions import (
     TRANSIENT_STATUS_CODES,
     PodLaunchFailedException,
 )
+from airflow.providers.cncf.kubernetes.utils.container import container_is_completed
 from airflow.providers.cncf.kubernetes.utils.pod_manager import (
     AsyncPodManager,
     PodLaunchTimeoutException,
@@ -50,6 +51,10 @@ on meanwhile. Beyond that a task's retries go on waiting."""
 FIRST_PATIENCE_SECONDS = 300.0
 """The same for a task that never had a pod: there may be no API server at that address, or behind that
 certificate. With the usual two retries a task still outlasts the upgrade of a control plane."""
+
+SIDECAR_SECONDS = 30.0
+"""How long after its worker a pod may go on: kubelet tells the pod's end a little later than the container's,
+and what runs on then is a sidecar (a service mesh's, a log shipper)."""
 
 _NO_EVENTS = "cannot read the events of pod %s, which would tell a missing mount: %s"
 _HOPELESS = ("InvalidImageName", "ErrImageNeverPull")
@@ -208,6 +213,25 @@ class PatientPodManager(_Patient, PodManager):
                 watch.hear(self.missing_mount(pod))
             await asyncio.sleep(check_interval)
         self.stop_watching_events = True
+
+    def await_pod_completion(
+        self,
+        pod: k8s.V1Pod,
+        istio_enabled: bool = False,
+        container_name: str = "base",
+        do_xcom_push: bool = False,
+    ) -> k8s.V1Pod:
+        """As KubernetesPodOperator's, but a sidecar of any name is not waited for: its pod never ends."""
+        seen = super().await_pod_completion(pod, True, container_name, do_xcom_push)
+        waited_until = time.monotonic() + SIDECAR_SECONDS
+        while (
+            container_is_completed(seen, container_name)
+            and seen.status.phase not in PodPhase.terminal_states
+            and time.monotonic() < waited_until
+        ):
+            time.sleep(1)
+            seen = self.read_pod(pod)
+        return seen
 
     def missing_mount(self, pod: k8s.V1Pod) -> str | None:
         """See `missing_mount_of`; none if the events cannot be read, as time limits do without them."""

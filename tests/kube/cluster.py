@@ -20,7 +20,8 @@ Json = dict[str, Any]
 
 
 class Cluster:
-    """Pods of all namespaces, each in a local process.
+    """Pods of all namespaces, each in a local process: its first container. Others are sidecars, which run
+    until the pod is deleted.
 
     Args:
         folder: where pods' volumes and claims live.
@@ -331,6 +332,8 @@ class Cluster:
             mishap = pod.pop("_mishap", None)
             reason = "Completed" if code == 0 else "Error"
             status = {"phase": "Succeeded" if code == 0 else "Failed"}
+            if len(pod["spec"]["containers"]) > 1:  # sidecars know of no end
+                status = {"phase": "Running"}
             if mishap is not None:
                 status, container_reason = mishap
                 reason = container_reason or reason

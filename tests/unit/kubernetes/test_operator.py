@@ -546,13 +546,51 @@ def test_pods_that_the_cluster_refuses(
         made.operator(deferrable=deferrable).execute(made.context())
 
 
-def test_no_node_in_time(task: Callable[..., Task]) -> None:
+KEPT = pytest.mark.parametrize("on_finish_action", ["delete_pod", "delete_succeeded_pod", "keep_pod"])
+
+
+@KEPT
+def test_no_node_in_time(task: Callable[..., Task], on_finish_action: str) -> None:
+    """Kept, it would run beside the pods of the retries, once there are nodes."""
     made = task()
     made.kube.cluster.hold()
 
     with pytest.raises(WorkerLostError, match=r"launch_timeout: pod .*Insufficient gpu"):
-        made.operator(schedule_timeout_seconds=1).execute(made.context())
+        made.operator(schedule_timeout_seconds=1, on_finish_action=on_finish_action).execute(made.context())
 
+    assert made.kube.cluster.list("default", lambda _: True) == []
+
+
+WITH_SIDECAR = {"spec": {"containers": [{"name": "base"}, {"name": "linkerd-proxy", "image": "proxy"}]}}
+
+
+@KEPT
+@pytest.mark.parametrize("deferrable", [False, True])
+def test_a_sidecar_that_runs_on_is_not_waited_for(
+    task: Callable[..., Task], deferrable: bool, on_finish_action: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from airflow.sdk.exceptions import TaskDeferred
+
+    from airflow_batchinfer.operators import pod_patience
+
+    monkeypatch.setattr(pod_patience, "SIDECAR_SECONDS", 0)
+    made = task()
+    given = {
+        "deferrable": deferrable,
+        "pod_template_dict": WITH_SIDECAR,
+        "on_finish_action": on_finish_action,
+        "poll_interval": 1,
+    }
+    if deferrable:
+        with pytest.raises(TaskDeferred) as deferred:
+            made.operator(**given).execute(made.context())
+        event = first_event(deferred.value.trigger, monkeypatch)
+        made.operator(**given).trigger_reentry(made.context(), event)
+    else:
+        made.operator(**given).execute(made.context())
+
+    assert made.committed()
+    assert made.fates() == ["committed"]
     assert made.kube.cluster.list("default", lambda _: True) == []
 
 
