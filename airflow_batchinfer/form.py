@@ -16,6 +16,7 @@ from airflow_batchinfer.errors import SpecError
 from airflow_batchinfer.operators.job import configured_store
 from airflow_batchinfer.spec import ChoiceTask, JobSpec, JsonTask, RegexTask
 from airflow_batchinfer.spec_files import build_spec
+from airflow_batchinfer.spec_overrides import merged
 from airflow_batchinfer.yaml_text import parse_yaml, read_fields
 
 ADVANCED = "advanced"
@@ -177,24 +178,14 @@ def _fields(params: Mapping[str, Any]) -> dict[str, Any]:
         value = params.get(entry.name)
         if value not in (None, ""):
             _put(fields, entry.path, value)
-    advanced = _advanced(params.get(ADVANCED))
     fields["task"] = _asked_task(fields.get("task", {}))
-    if "type" in _section(advanced, "task"):
-        del fields["task"]
-    if "messages" in _section(advanced, "prompt"):
-        fields.pop("prompt", None)
-    return _merged(fields, advanced)
+    return merged(fields, _advanced(params.get(ADVANCED)))
 
 
 def _asked_task(task: Mapping[str, Any]) -> dict[str, Any]:
     """Without the fields of the other kinds of answer, which the form shows as well."""
     kept = ("type", _TASK_FIELDS.get(task.get("type", "")))
     return {name: value for name, value in task.items() if name in kept}
-
-
-def _section(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    section = fields.get(name)
-    return section if isinstance(section, Mapping) else {}
 
 
 def _advanced(text: str | None) -> dict[str, Any]:
@@ -207,18 +198,6 @@ def _advanced(text: str | None) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise SpecError(f"{ADVANCED}: give fields of the spec, not {type(data).__name__}")
     return data
-
-
-def _merged(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Mappings are merged, everything else is replaced."""
-    merged = dict(base)
-    for key, value in over.items():
-        old = merged.get(key)
-        if isinstance(old, dict) and isinstance(value, Mapping):
-            merged[key] = _merged(old, value)
-        else:
-            merged[key] = value
-    return merged
 
 
 def _schema(entry: _Entry) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from airflow_batchinfer.operators.bundle import Bundle, address_of, bundles_of, 
 from airflow_batchinfer.operators.job import needed_store
 from airflow_batchinfer.operators.split import check_conf
 from airflow_batchinfer.outcome import Reason
+from airflow_batchinfer.spec_overrides import merged
 from airflow_batchinfer.store import open_store
 from airflow_batchinfer.yaml_text import parse_yaml
 
@@ -185,8 +186,4 @@ def overrides_of(params: Mapping[str, Any]) -> dict[str, Any]:
         return fields
     if not isinstance(more, dict):
         raise SpecError(f"overrides: give fields of the job spec, not {type(more).__name__}")
-    for section, value in more.items():
-        old = fields.get(section)
-        both = isinstance(old, dict) and isinstance(value, dict)
-        fields[section] = old | value if both and old else value
-    return fields
+    return merged(fields, more)

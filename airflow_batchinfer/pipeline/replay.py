@@ -47,6 +47,7 @@ from airflow_batchinfer.run.layout import RunLayout, results_table, run_dir, run
 from airflow_batchinfer.run.plan import InputFile, Plan, ReplayOf
 from airflow_batchinfer.run.shard import TRACKED_FIELDS
 from airflow_batchinfer.spec import JobSpec
+from airflow_batchinfer.spec_overrides import merged
 from airflow_batchinfer.store import Store
 
 log = logging.getLogger(__name__)
@@ -289,25 +290,4 @@ def _overridden(spec: JobSpec, overrides: Mapping[str, Any]) -> JobSpec:
         if name in FIXED_FIELDS:
             raise SpecError(f"{name}: a replay cannot change it, the run's rows and tables rest on it")
     data = spec.dump() | {"pilot": None, "gate": {}, "judge": None, "export": [], "incremental": False}
-    return JobSpec.parse(_merged(data, overrides), stored=not overrides)
-
-
-def _merged(data: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Overrides laid over the spec: mappings field by field, everything else whole."""
-    merged = dict(data)
-    for name, value in overrides.items():
-        old = merged.get(name)
-        if isinstance(old, Mapping) and isinstance(value, Mapping) and not _replaces(old, value):
-            merged[name] = _merged(old, value)
-        else:
-            merged[name] = value
-    return merged
-
-
-def _replaces(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-    """Whether it is another kind of task or prompt, whose fields do not mix with the old one's."""
-    return (
-        new.get("type", old.get("type")) != old.get("type")
-        or (new.get("messages") is not None and old.get("template") is not None)
-        or (new.get("template") is not None and old.get("messages") is not None)
-    )
+    return JobSpec.parse(merged(data, overrides), stored=not overrides)

@@ -30,3 +30,19 @@ def test_a_mistyped_key_does_not_run_all_letters_unchanged(tmp_path, conf, meant
         prepare(tmp_path, {"job": "tickets"} | conf)
     with pytest.raises(InputError, match="no published run"):
         prepare(tmp_path, {"job": "tickets", meant: next(iter(conf.values()))})
+
+
+def test_the_box_is_merged_over_the_form():
+    from airflow_batchinfer.operators.replay import overrides_of
+
+    params = {"engine": {"max_model_len": 8192}, "max_tokens": 9, "template": "{{ text }}"}
+    box = """
+        model: {engine: {seed: 7}, revision: main}
+        sampling: {max_tokens: 90}
+        prompt: {messages: [{role: user, content: "{{ text }}"}]}
+    """
+    assert overrides_of(params | {"overrides": box}) == {
+        "model": {"engine": {"max_model_len": 8192, "seed": 7}, "revision": "main"},
+        "sampling": {"max_tokens": 90},
+        "prompt": {"messages": [{"role": "user", "content": "{{ text }}"}]},
+    }
