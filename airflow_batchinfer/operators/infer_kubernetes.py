@@ -55,7 +55,6 @@ _OWN_DEFAULTS: dict[str, Any] = {
     "schedule_timeout_seconds": 6 * 3600,
     "startup_timeout_seconds": 1800,
     "poll_interval": 10,
-    "do_xcom_push": False,
     "log_events_on_startup": False,
     "log_pod_spec_on_failure": False,
     "termination_message_policy": "FallbackToLogsOnError",
@@ -119,7 +118,9 @@ class BatchInferPodOperator(KubernetesPodOperator):
         if kwargs.get("do_xcom_push"):
             raise SpecError("`do_xcom_push`: the sidecar hides why a pod ended; results are in the store")
         kwargs["retry_policy"] = kwargs.get("retry_policy") or FailureRetryPolicy()
-        super().__init__(**(_OWN_DEFAULTS | kwargs))
+        given = {*kwargs, *kwargs.get("default_args", {})}  # Airflow has put the DAG's `default_args` in
+        own = {name: value for name, value in _OWN_DEFAULTS.items() if name not in given}
+        super().__init__(**kwargs | own | {"do_xcom_push": False})
         self.bundle = bundle
         self.store_conn_id = store_conn_id
         self.store_secret = store_secret

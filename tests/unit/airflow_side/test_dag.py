@@ -233,6 +233,18 @@ def test_pods_need_an_image(build):
         build(FIELDS, runtime="kubernetes", group_id="llm")
 
 
+def test_default_args_reach_the_pods(build):
+    """The operator's own defaults do not hide them."""
+    from airflow.sdk import DAG
+
+    defaults = {"image": "worker", "startup_timeout_seconds": 7200, "deferrable": False}
+    with DAG("mine", default_args=defaults) as dag:
+        build(FIELDS, runtime="kubernetes", group_id="llm", infer_arguments={"poll_interval": 3})
+    pod = dag.get_task("llm.infer").unmap({"bundle": {}})
+    assert (pod.image, pod.startup_timeout_seconds, pod.deferrable) == ("worker", 7200, False)
+    assert (pod.poll_interval, pod.schedule_timeout_seconds, pod.do_xcom_push) == (3, 6 * 3600, False)
+
+
 def test_conf_keys_are_checked():
     from airflow_batchinfer.operators.split import check_conf
 
