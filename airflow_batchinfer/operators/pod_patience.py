@@ -85,6 +85,9 @@ await_first_answer = _retry_in_outage(stop=tenacity.stop_after_delay(FIRST_PATIE
 class StartWatch:
     """What to make of a pod that is looked at again and again until it starts.
 
+    It counts from when the pod was made and got its node, as the API server says: a triggerer's restart gives
+    no time anew. A clock ahead of the server's takes as much off, one behind it takes nothing.
+
     Args:
         schedule_timeout: seconds it may wait for a node.
         startup_timeout: seconds it may take on its node.
@@ -107,10 +110,9 @@ class StartWatch:
         self._stuck_timeout = stuck_timeout
         self._container = container
         self._clock = clock
-        self._since = clock()
-        self._scheduled = False
+        self._since = self._asked = clock()
+        self._looked = self._scheduled = False
         self._stuck: tuple[Fate, float] | None = None
-        self._asked = self._since
 
     def started(self, pod: k8s.V1Pod) -> bool:
         """Whether it has left the phase `Pending`.
@@ -124,8 +126,11 @@ class StartWatch:
             raise PodLaunchFailedException("the pod failed before its containers started")
         if phase not in (PodPhase.PENDING, PodPhase.UNKNOWN):
             return True
+        if not self._looked:
+            self._looked, self._since = True, now - _age(pod.metadata.creation_timestamp)
         if not self._scheduled and _scheduled(pod):
-            self._scheduled, self._since, self._asked = True, now, now
+            self._scheduled = True
+            self._since = self._asked = now - _age(scheduled_at(pod))
         limit = self._startup_timeout if self._scheduled else self._schedule_timeout
         if now - self._since >= limit:
             wanted = "started on its node" if self._scheduled else "scheduled"
@@ -277,6 +282,11 @@ def _scheduled(pod: k8s.V1Pod) -> k8s.V1PodCondition | None:
     """The condition that says that it has a node."""
     conditions = pod.status.conditions or []
     return next((c for c in conditions if c.type == "PodScheduled" and c.status == "True"), None)
+
+
+def _age(since: datetime | None) -> float:
+    """Seconds; none if this machine's clock says that it is yet to come."""
+    return max(0.0, (datetime.now(UTC) - since).total_seconds()) if since else 0.0
 
 
 def _may_pass(pod: k8s.V1Pod, end: PodEnd) -> bool:

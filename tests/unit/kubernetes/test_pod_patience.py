@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -85,6 +86,30 @@ def test_a_pod_waits_for_a_node_and_then_for_its_start(watch: StartWatch, clock:
 
 def test_a_pod_without_a_node(watch: StartWatch, clock: Clock) -> None:
     assert gives_up_after(watch, clock, pod(conditions=[])) == SCHEDULE
+
+
+LONG_AGO, AHEAD = timedelta(days=-1), timedelta(days=1)
+
+
+@pytest.mark.parametrize(
+    ("created", "scheduled", "patience"),
+    [
+        (LONG_AGO, None, 0.0),
+        (LONG_AGO, LONG_AGO, 0.0),
+        (LONG_AGO, AHEAD, STARTUP),
+        (AHEAD, None, SCHEDULE),
+    ],
+)
+def test_a_watch_begun_anew_counts_the_time_of_the_one_before(
+    watch: StartWatch, clock: Clock, created: timedelta, scheduled: timedelta | None, patience: float
+) -> None:
+    """A triggerer that restarts each hour would let a pod wait for ever. The server's clock may be ahead."""
+    seen = pod("ContainerCreating") if scheduled else pod(conditions=[])
+    seen.metadata.creation_timestamp = datetime.now(UTC) + created
+    if scheduled:
+        seen.status.conditions[0].last_transition_time = datetime.now(UTC) + scheduled
+
+    assert gives_up_after(watch, clock, seen) == patience
 
 
 @pytest.mark.parametrize("init", [False, True])
