@@ -6,6 +6,7 @@ import argparse
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 
 from airflow_batchinfer.errors import SpecError
 from airflow_batchinfer.store import Store, open_store
@@ -65,6 +66,11 @@ def positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a number from 1")
     return number
+
+
+def days(text: str) -> timedelta:
+    """A length of time in days, as `argparse` takes it."""
+    return timedelta(days=float(text))
 
 
 def _pair(option: str) -> tuple[str, str]:

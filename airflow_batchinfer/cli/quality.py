@@ -15,10 +15,7 @@ def report(arguments: argparse.Namespace) -> None:
     from airflow_batchinfer.pipeline.report import write_report
 
     store = store_of(arguments)
-    try:
-        print(write_report(store, arguments.folder).headline)
-    except FileNotFoundError as error:
-        raise InputError(f"{store.uri_of(arguments.folder)} is no run: it has no plan.json") from error
+    print(write_report(store, arguments.folder).headline)
     print(store.uri_of(RunLayout(arguments.folder).report("html")))
 
 

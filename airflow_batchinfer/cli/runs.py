@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import getpass
+import os
 import sys
 from collections.abc import Iterator
 
@@ -109,7 +110,8 @@ def _pace_and_price(store: Store, status: RunStatus) -> Iterator[str]:
 def stop(arguments: argparse.Namespace) -> None:
     """Set a run's stop marker: its workers drain, checkpoint and exit."""
     store = _store_with_run(arguments)
-    print(set_stop(store, arguments.folder, arguments.reason, arguments.by).advice(arguments.folder))
+    by = arguments.by or _user()
+    print(set_stop(store, arguments.folder, arguments.reason, by).advice(arguments.folder))
 
 
 def resume(arguments: argparse.Namespace) -> None:
@@ -119,6 +121,14 @@ def resume(arguments: argparse.Namespace) -> None:
         print("The stop marker is removed. Clear the failed tasks with downstream to go on.")
     else:
         print("There was no stop marker.")
+
+
+def _user() -> str:
+    """Who runs this; in a container it may be a user without a name."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return f"user {os.getuid()}"
 
 
 def _store_with_run(arguments: argparse.Namespace) -> Store:
@@ -158,7 +168,7 @@ def _runs_arguments(parser: argparse.ArgumentParser) -> None:
 def _stop_arguments(parser: argparse.ArgumentParser) -> None:
     add_folder_argument(parser)
     parser.add_argument("--reason", required=True, help="why; shown to whoever finds the run stopped")
-    parser.add_argument("--by", default=getpass.getuser(), help="who (default: you)")
+    parser.add_argument("--by", help="who (default: you)")
 
 
 COMMANDS = [

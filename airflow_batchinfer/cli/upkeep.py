@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from airflow_batchinfer.cli.command import (
     Command,
     add_folder_argument,
     add_store_arguments,
+    days,
     positive,
     store_of,
 )
@@ -42,11 +42,11 @@ def delete(arguments: argparse.Namespace) -> None:
     """Delete a job's old runs; tables stay."""
     from airflow_batchinfer.pipeline.housekeeping import delete_runs
 
-    age = timedelta(days=arguments.older_than_days)
-    removed = delete_runs(store_of(arguments), arguments.job, age, dry_run=arguments.dry_run)
+    age, dry_run = arguments.older_than_days, arguments.dry_run
+    removed = delete_runs(store_of(arguments), arguments.job, age, dry_run=dry_run)
     for folder in removed.runs:
         print(folder)
-    print(_summary(removed, arguments.dry_run))
+    print(_summary(removed, dry_run))
 
 
 def prune(arguments: argparse.Namespace) -> None:
@@ -93,7 +93,8 @@ def _delete_arguments(parser: argparse.ArgumentParser) -> None:
     _job_arguments(parser)
     parser.add_argument(
         "--older-than-days",
-        type=float,
+        metavar="DAYS",
+        type=days,
         required=True,
         help="runs in whose folder, and those of their replays, nothing was written for so long",
     )

@@ -56,14 +56,15 @@ class ShardWork:
 
         Raises:
             PlanChangedError: it has not: the bundle comes from another split of this run.
-            StoreError: there is no plan, or it cannot be read.
+            InputError: there is no plan.
+            StoreError: it cannot be read.
         """
         store = open_store(bundle["store"], bundle["storage_options"])
         key = RunLayout(bundle["folder"]).plan
         try:
             plan = Plan.read(store, key)
         except FileNotFoundError as error:
-            raise StoreError(f"{store.uri_of(key)} is gone; clear split with downstream") from error
+            raise InputError(f"{store.uri_of(key)} is gone; clear split with downstream") from error
         rows = {s.shard: s.rows for s in plan.shards}
         shards = bundle["shards"]
         if not rows.keys() >= set(shards) or sum(rows[s] for s in shards) != bundle["rows"]:

@@ -22,5 +22,5 @@ def labelled(context: Context, bundle: Bundle) -> Iterator[None]:
     try:
         yield
     except BatchInferError as error:
-        variables[LABEL_VARIABLE] += f" · {retry_name(error) or type(error).__name__}"
+        variables[LABEL_VARIABLE] = f"{label(bundle)} · {retry_name(error) or type(error).__name__}"
         raise

@@ -18,7 +18,7 @@ from itertools import groupby
 from deltalake.exceptions import DeltaError
 from pydantic import Field
 
-from airflow_batchinfer.errors import CorruptError, StoreError, UnreadableError
+from airflow_batchinfer.errors import CorruptError, SpecError, StoreError, UnreadableError
 from airflow_batchinfer.pipeline.tables import delta_words, open_table
 from airflow_batchinfer.pipeline.verdict import Verdict
 from airflow_batchinfer.run.commit import commits_of
@@ -56,7 +56,13 @@ def delete_runs(store: Store, job: str, older_than: timedelta, *, dry_run: bool 
 
     The plan goes first, so that a run is either whole or not there; what an interrupted deletion leaves is
     a folder without a plan, which the next one takes.
+
+    Raises:
+        SpecError: `older_than` is negative: each run is older, those at work too.
+        StoreError: the store cannot be read or written.
     """
+    if older_than < timedelta(0):
+        raise SpecError(f"older_than: give a time that is not negative (got {older_than})")
     oldest = time.time() - older_than.total_seconds()
     written = {f: max(i.modified for i in found) for f, found in _run_folders(store, job)}
     folders: list[str] = []

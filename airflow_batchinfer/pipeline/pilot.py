@@ -16,6 +16,7 @@ from airflow_batchinfer.pipeline.forecast import Forecast, Interval, forecast
 from airflow_batchinfer.pipeline.labels import LabelCounter, LabelScores
 from airflow_batchinfer.pipeline.profile import Profile, profile_shard
 from airflow_batchinfer.pipeline.shown import RowPicker, ShownRow, cut
+from airflow_batchinfer.pipeline.split import load_plan
 from airflow_batchinfer.pipeline.statistics import wilson
 from airflow_batchinfer.pipeline.verdict import Check
 from airflow_batchinfer.pipeline.words import amount, duration
@@ -51,12 +52,13 @@ def judge_pilot(store: Store, folder: str) -> PilotVerdict:
     A plan without a pilot (none asked for, or the input is too small) passes.
 
     Raises:
+        InputError: the run has no plan.
         IncompleteRunError: the pilot's shard has no commit.
         GateError: a limit is broken; names it, what was spent and saved, and the worst rows.
         CorruptError: a part cannot be read.
     """
     layout = RunLayout(folder)
-    plan = Plan.read(store, layout.plan)
+    plan = load_plan(store, folder)
     number = next((s.shard for s in plan.shards if s.pilot), None)
     if number is None:
         verdict = PilotVerdict(

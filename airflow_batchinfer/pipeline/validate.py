@@ -36,13 +36,14 @@ def validate(store: Store, folder: str) -> Verdict:
     judges what is left.
 
     Raises:
+        InputError: the run has no plan.
         IncompleteRunError: the run has no complete ledger, or its judge is not done.
         GateError: a limit is broken, or an expectation with `on_failure: hold`; the verdict is written.
         SpecError: an expectation cannot be built (split refuses these before anything is spent).
         CorruptError: a part cannot be read, naming it.
     """
     layout = RunLayout(folder)
-    plan = Plan.read(store, layout.plan)
+    plan = load_plan(store, folder)
     ledger = _complete_ledger(store, layout)
     spec = plan.spec
     runner = ExpectationRunner(store, layout, spec)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -186,6 +187,27 @@ def test_a_folder_without_a_plan_is_no_run(
     status, _, err = cli(*command, run_dir("job", "nothing"), "--store", str(tmp_path))
     assert status == ExitCode.BAD_INPUT
     assert "is no run" in err
+
+
+def test_no_report_without_a_plan(cli: Callable[..., Answer], tmp_path: Path) -> None:
+    status, _, err = cli("report", run_dir("job", "nothing"), "--store", str(tmp_path))
+    assert (status, "has no plan" in err) == (ExitCode.BAD_INPUT, True)
+
+
+def test_a_user_without_a_name(
+    cli: Callable[..., Answer], planned: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a container it is often so, and no command needs one but `stop`."""
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def unknown(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    store, folder = planned
+    status, out, _ = cli("stop", folder, "--store", store, "--reason", "too dear")
+    assert (status, f"stopped by user {os.getuid()}" in out) == (0, True)
 
 
 def test_the_store_comes_from_the_environment_or_is_asked_for(

@@ -13,8 +13,8 @@ from airflow_batchinfer.pipeline.eyes import write_sheet
 from airflow_batchinfer.pipeline.report import charts
 from airflow_batchinfer.pipeline.report.build import build_report
 from airflow_batchinfer.pipeline.report.model import Report
+from airflow_batchinfer.pipeline.split import load_plan
 from airflow_batchinfer.run.layout import RunLayout
-from airflow_batchinfer.run.plan import Plan
 from airflow_batchinfer.store import Store
 
 
@@ -24,12 +24,12 @@ def write_report(store: Store, folder: str) -> Report:
     A complete run gets its review sheet too, unless it has one.
 
     Raises:
-        FileNotFoundError: the run has no plan.
+        InputError: the run has no plan.
         CorruptError: a document or part cannot be read, naming it.
         StoreError: the store cannot be read or written.
     """
     layout = RunLayout(folder)
-    plan = Plan.read(store, layout.plan)
+    plan = load_plan(store, folder)
     account = read_account(store, folder)
     report = build_report(store, plan, account)
     if account is not None and report.status not in ("incomplete", "stopped"):

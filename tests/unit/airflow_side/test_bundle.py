@@ -1,6 +1,8 @@
 import pytest
 
-from airflow_batchinfer.operators.bundle import bundles_of, label
+from airflow_batchinfer.errors import WorkerLostError
+from airflow_batchinfer.operators.bundle import LABEL_VARIABLE, bundles_of, label
+from airflow_batchinfer.operators.task_label import labelled
 from airflow_batchinfer.store import LocalStore
 from tests.plans import job, plan_run
 
@@ -23,6 +25,14 @@ def bundle(shards, rows, tokens):
 )
 def test_label(shards, rows, tokens, text):
     assert label(bundle(shards, rows, tokens)) == text
+
+
+def test_a_pod_taken_up_that_has_ended_is_labelled_once():
+    """It is judged at once, by the task's other entry, within the first."""
+    context, work = {}, bundle([3], 64, 38_000)
+    with pytest.raises(WorkerLostError), labelled(context, work), labelled(context, work):
+        raise WorkerLostError("gone")
+    assert context[LABEL_VARIABLE] == f"{label(work)} · worker lost"
 
 
 def test_bundles_hold_every_shard_once(tmp_path):

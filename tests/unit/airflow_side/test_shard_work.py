@@ -61,7 +61,8 @@ def test_news_of_a_store_that_cannot_be_read_harm_nobody(bundle, monkeypatch):
 
 
 def test_says_when_the_plan_is_gone(bundle):
-    with pytest.raises(errors.StoreError, match=r"plan\.json is gone"):
+    """It will not come back: a retry would only delay the message."""
+    with pytest.raises(errors.InputError, match=r"plan\.json is gone; clear split"):
         ShardWork.open(bundle | {"folder": "job/runs/other"})
 
 

@@ -61,6 +61,15 @@ def test_a_run_that_still_writes_is_not_old(store: Store, plan: Plan) -> None:
     assert delete_runs(store, "job", timedelta(days=5)).runs == []
 
 
+def test_a_slip_of_the_sign_deletes_nothing(
+    store: Store, plan: Plan, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["delete", "job", "--store", plan.spec.store, "--older-than-days", "-5"]
+    assert main(arguments) == ExitCode.BAD_SPEC
+    assert "not negative (got -5 days" in capsys.readouterr().err
+    assert store.exists(RunLayout(plan.folder).plan)
+
+
 def test_generations_go_together(tmp_path: Path, store: Store, plan: Plan) -> None:
     """With the first alone gone, the second would not be found, and be planned and paid again."""
     spec = job(tmp_path, prompt={"template": "New: {{ text }}"}, on_changed_spec="restart")

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from airflow_batchinfer.errors import CorruptError, PlanChangedError, SpecError, StoreError
+from airflow_batchinfer.errors import CorruptError, InputError, PlanChangedError, SpecError, StoreError
+from airflow_batchinfer.pipeline.merge import merge
+from airflow_batchinfer.pipeline.pilot import judge_pilot
+from airflow_batchinfer.pipeline.reconcile import reconcile
+from airflow_batchinfer.pipeline.report import write_report
 from airflow_batchinfer.pipeline.split import load_plan, split
+from airflow_batchinfer.pipeline.validate import validate
 from airflow_batchinfer.run.layout import RunLayout
 from airflow_batchinfer.spec import OutputSpec
 from airflow_batchinfer.store import Store
@@ -27,6 +33,13 @@ def test_second_call_returns_the_same_plan(tmp_path: Path, store: Store) -> None
     write_input(tmp_path, rows_of([10] * 5))  # the snapshot is frozen, whatever becomes of the input
     assert split(store, job(tmp_path), "manual__2026-01-01T00:00:00+00:00") == first
     assert load_plan(store, first.folder) == first
+
+
+@pytest.mark.parametrize("step", [judge_pilot, reconcile, validate, merge, write_report])
+def test_no_step_is_tried_again_without_a_plan(store: Store, step: Callable[[Store, str], object]) -> None:
+    """Other errors than ours Airflow retries."""
+    with pytest.raises(InputError, match="has no plan"):
+        step(store, "job/runs/none")
 
 
 def test_two_splits_of_one_input_freeze_the_same_bytes(tmp_path: Path, store: Store) -> None:
