@@ -77,7 +77,7 @@ class BatchInferPodOperator(KubernetesPodOperator):
     Success needs the commits, whatever the pod or Airflow says. A reclaimed pod is launched again at
     once, without using up a retry of the task, `retry.reclaims` times at most in one try; the count is
     kept in the store. All arguments of KubernetesPodOperator are passed through and win over what is
-    filled in here, and so does a pod template.
+    filled in here, and so does a pod template; only `arguments` are always the worker's own.
 
     Args:
         bundle: which shards, from split's list.

@@ -92,21 +92,23 @@ def volumes(
 ) -> list[tuple[k8s.V1VolumeMount, k8s.V1Volume]]:
     """All that a worker with a read-only root writes to, and shared memory for several GPUs.
 
+    Their names are none that a user's own volumes have: Kubernetes refuses a pod with two of one name.
+
     Args:
         spec: the job; its `model.compile_cache` is where compiled code is mounted.
         model_claim: PersistentVolumeClaim of downloaded models; without one each pod downloads.
         compile_claim: PersistentVolumeClaim of compiled code; without one each pod compiles.
         shared_memory: size of `/dev/shm`, whose default of 64 MiB is too small for several GPUs.
     """
-    scratch = k8s.V1Volume(name="scratch", empty_dir=k8s.V1EmptyDirVolumeSource())
+    scratch = k8s.V1Volume(name="batchinfer-scratch", empty_dir=k8s.V1EmptyDirVolumeSource())
     pairs = [
-        (_cache("model-cache", model_claim), MODEL_CACHE),
-        (_cache("compile-cache", compile_claim), spec.model.compile_cache or COMPILE_CACHE),
+        (_cache("batchinfer-model-cache", model_claim), MODEL_CACHE),
+        (_cache("batchinfer-compile-cache", compile_claim), spec.model.compile_cache or COMPILE_CACHE),
         (scratch, SCRATCH),
     ]
     if shared_memory:
         memory = k8s.V1EmptyDirVolumeSource(medium="Memory", size_limit=shared_memory)
-        pairs.append((k8s.V1Volume(name="shared-memory", empty_dir=memory), "/dev/shm"))
+        pairs.append((k8s.V1Volume(name="batchinfer-shared-memory", empty_dir=memory), "/dev/shm"))
     return [(k8s.V1VolumeMount(name=volume.name, mount_path=path), volume) for volume, path in pairs]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from typing import Any
 
 from airflow.providers.amazon.aws.hooks.base_aws import AwsGenericHook
@@ -49,17 +48,13 @@ def store_environment(store_conn_id: str) -> dict[str, str]:
     return {name: value for name, value in found.items() if value}
 
 
-def use_connection(store_conn_id: str | None) -> None:
+def use_connection(store_conn_id: str) -> None:
     """Make boto3, Arrow and child processes of this process act as an AWS connection.
 
     Meant for a task's own process, before it opens a store. Nothing of it reaches XCom, rendered fields
-    or the plan. Without a connection the environment stays as it is.
+    or the plan.
     """
-    if store_conn_id is not None:
-        _replace_credentials(store_environment(store_conn_id))
-
-
-def _replace_credentials(environment: Mapping[str, str]) -> None:
+    environment = store_environment(store_conn_id)
     for name in _CREDENTIALS:  # a token left from other credentials would make these invalid
         os.environ.pop(name, None)
     os.environ.update(environment)

@@ -687,8 +687,8 @@ def test_the_pod_has_what_the_plan_decides(task: Callable[..., Task]) -> None:
     environment = {v.name: v.value for v in container.env}
 
     assert container.resources.limits["nvidia.com/gpu"] == "4"
-    assert volumes["model-cache"].persistent_volume_claim.claim_name == "models"
-    assert volumes["shared-memory"].empty_dir.medium == "Memory"
+    assert volumes["batchinfer-model-cache"].persistent_volume_claim.claim_name == "models"
+    assert volumes["batchinfer-shared-memory"].empty_dir.medium == "Memory"
     assert {m.mount_path for m in container.volume_mounts} >= {"/dev/shm", "/tmp", "/cache/models"}
     assert environment["HF_HOME"] == "/elsewhere"
     assert pod.metadata.labels["kueue.x-k8s.io/queue-name"] == "batch"
@@ -736,7 +736,7 @@ TEMPLATE = {
         "tolerations": [{"key": "mine", "operator": "Exists"}],
         "securityContext": {"runAsUser": 7},
         "terminationGracePeriodSeconds": 300,
-        "volumes": [{"name": "mine", "emptyDir": {}}],
+        "volumes": [{"name": "mine", "emptyDir": {}}, {"name": "model-cache", "emptyDir": {}}],
         "containers": [
             {
                 "name": "worker",
@@ -771,6 +771,7 @@ def test_a_pod_template_wins_over_what_is_filled_in(
     pod = operator.build_pod_request_obj(made.context())
     (container,) = pod.spec.containers
     mounts = [m.mount_path for m in container.volume_mounts]
+    names = [v.name for v in pod.spec.volumes]
 
     assert pod.metadata.name.startswith("mine-")
     assert container.image == "template"
@@ -781,7 +782,8 @@ def test_a_pod_template_wins_over_what_is_filled_in(
     assert [v.value for v in container.env if v.name == "HF_HOME"] == ["/elsewhere"]
     assert len(mounts) == len(set(mounts))
     assert {m.mount_path: m.name for m in container.volume_mounts}["/tmp"] == "mine"
-    assert "scratch" not in {v.name for v in pod.spec.volumes}
+    assert "batchinfer-scratch" not in names
+    assert len(names) == len(set(names)), "Kubernetes refuses two of one name"
     assert pod.spec.affinity.pod_affinity is not None
     assert {"mine", "nvidia.com/gpu"} <= {t.key for t in pod.spec.tolerations}
     assert pod.spec.security_context.run_as_user == 7
