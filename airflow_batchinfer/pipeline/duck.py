@@ -18,7 +18,7 @@ MEMORY_LIMIT = "400MB"
 Arrow's own buffers, which do not grow with the rows either, decide the step's peak."""
 
 THREADS = min(4, os.cpu_count() or 1)
-"""Each has buffers of its own, which have to fit into the limit on a machine of any size."""
+"""Of a step. Each holds buffers, or a shard, of its own: memory must not grow with the cores of a node."""
 
 
 def connect_duckdb(database: Path | str, config: Mapping[str, Any]) -> duckdb.DuckDBPyConnection:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from airflow_batchinfer.errors import InputError, StoreError
-from airflow_batchinfer.pipeline.duck import open_duckdb
+from airflow_batchinfer.pipeline.duck import THREADS, open_duckdb
 from airflow_batchinfer.pipeline.increment import Increment, KeptWriter
 from airflow_batchinfer.pipeline.inputs import check_columns
 from airflow_batchinfer.pipeline.keys import build_keys
@@ -163,7 +162,7 @@ class _Freezer:
                 increment.decide(connection, self._scratch)
             placement = place_rows(connection, self._spec.sharding, self._scratch, self._pilot)
         sent, copies, kept = self._regroup(placement, rows)
-        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        with ThreadPoolExecutor(THREADS) as pool:
             files = list(pool.map(lambda s: self._write_shard(s.shard, sent, copies), placement.shards))
         if not self._reader.unchanged():
             raise InputError(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import array
 import logging
-import os
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +21,7 @@ from pyroaring import BitMap64
 
 from airflow_batchinfer.errors import CorruptError, IncompleteRunError, UnreadableError
 from airflow_batchinfer.outcome import Outcome
+from airflow_batchinfer.pipeline.duck import THREADS
 from airflow_batchinfer.pipeline.split import load_plan
 from airflow_batchinfer.run.commit import Commit, Tokens, commits_of
 from airflow_batchinfer.run.integrity import commit_problems, file_problem, withdraw_commit
@@ -56,7 +56,7 @@ def reconcile(store: Store, folder: str) -> Ledger:
         ReleaseError: a commit is another release's; nothing is written.
     """
     plan, layout = load_plan(store, folder), RunLayout(folder)
-    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+    with ThreadPoolExecutor(THREADS) as pool:
         audits = list(pool.map(lambda shard: _audit(store, plan, shard), plan.shards))
     ledger = _keep_if_equal(store, layout, _ledger(plan, audits))
     for commit in (commit for audit in audits for commit in audit.unsound):
