@@ -1,6 +1,7 @@
-"""Every week: delete the runs of each job that are older than 30 days, and what killed writers left behind.
+"""Every week: delete the folders of runs older than 30 days, and what killed writers left behind.
 
-Tables lose no row. A run whose folder is gone can be neither resumed nor replayed.
+Tables keep the rows of each job's 30 newest runs: they would grow by a copy of the results a run.
+A run whose folder is gone can be neither resumed nor replayed.
 """
 
 from __future__ import annotations
@@ -24,4 +25,11 @@ with DAG(
     tags=["batchinfer"],
 ) as dag:
     for job in JOBS:
-        HousekeepingOperator(task_id=job, job=job, delete_runs_after=datetime.timedelta(days=30), retries=2)
+        HousekeepingOperator(
+            task_id=job,
+            job=job,
+            # store="s3://my-bucket/batchinfer", store_conn_id="store",  # default: `[batchinfer] store`
+            delete_runs_after=datetime.timedelta(days=30),
+            keep_runs=30,
+            retries=2,
+        )
