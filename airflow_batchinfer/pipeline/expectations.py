@@ -102,6 +102,11 @@ def _suite_expectations(spec: JobSpec) -> Iterator[tuple[str, Any]]:
         return
     try:
         suite = json.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise SpecError(
+            f"validation.suite: {path} is not there. In a Git bundle a commit moves it: clear split with "
+            "downstream, which looks for it anew and pays nothing again"
+        ) from error
     except (OSError, ValueError) as error:
         raise SpecError(f"validation.suite: {path} cannot be read as JSON: {error}") from error
     if not isinstance(suite, dict) or not isinstance(suite.get("expectations"), list):

@@ -317,9 +317,12 @@ def test_wrong_expectations_are_refused_before_anything_runs(
         check_expectations(make_spec(root, validation={"expectations": [expectation]}))
 
 
-def test_missing_suite_is_refused(root: Path) -> None:
-    with pytest.raises(SpecError, match=r"validation\.suite: .*nowhere\.json cannot be read"):
+def test_missing_suite_is_refused(root: Path, tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"validation\.suite: nowhere\.json is not there\. .* clear split"):
         check_expectations(make_spec(root, validation={"suite": "nowhere.json"}))
+    (tmp_path / "cut.json").write_text("{")
+    with pytest.raises(SpecError, match=r"validation\.suite: .*cut\.json cannot be read as JSON"):
+        check_expectations(make_spec(root, validation={"suite": str(tmp_path / "cut.json")}))
 
 
 def test_labels_are_scored(root: Path) -> None:
