@@ -29,6 +29,15 @@ _FIELDS = frozenset({"type", "kwargs", "severity", "on_failure"})
 _AGAINST_OTHERS = re.compile(r"unique$|increasing$|decreasing$|outliers$|z_scores")
 """Expectations that judge a row by the other rows: none of them alone is at fault."""
 
+_NOT_OF_A_SAMPLE = {
+    "expect_table_row_count_": "every input row is accounted for; limit those without a result by "
+    "`failure.max_dead_fraction`",
+    "expect_table_column": "the results have the columns that the spec says, and of those only what "
+    "expectations name is read",
+    "expect_column_sum_": "use `expect_column_mean_to_be_between`",
+}
+"""Beginnings of types that are about a whole table, and what to do instead."""
+
 
 @dataclass(frozen=True)
 class Expected:
@@ -130,6 +139,11 @@ def _build(spec: JobSpec, config: Any, where: str, origin: Origin) -> Expected:
         close = difflib.get_close_matches(kind, known_types(), n=1)
         hint = f"; did you mean `{close[0]}`?" if close else ""
         raise SpecError(f"{where}.type: Great Expectations has no `{kind}`{hint}")
+    for beginning, remedy in _NOT_OF_A_SAMPLE.items():
+        if kind.startswith(beginning):
+            raise SpecError(
+                f"{where}.type: `{kind}` is about a whole table, and would see a sample: {remedy}"
+            )
     try:
         expectation = build_expectation(kind, kwargs)
     except NotAnExpectation as error:

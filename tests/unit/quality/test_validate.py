@@ -300,6 +300,21 @@ def test_suite_file_is_read(root: Path, tmp_path: Path) -> None:
             r"`mostly`: ensure this value is less than or equal to 1",
         ),
         (
+            {"type": "expect_table_row_count_to_be_between", "kwargs": {"min_value": 900_000}},
+            r"expectations\.0\.type: `expect_table_row_count_to_be_between` .* `failure\.max_dead_fraction`",
+        ),
+        (
+            {"type": "expect_table_columns_to_match_set", "kwargs": {"column_set": ["output"]}},
+            r"expectations\.0\.type: `expect_table_columns_to_match_set` .* the columns that the spec says",
+        ),
+        (
+            {
+                "type": "expect_column_sum_to_be_between",
+                "kwargs": {"column": "output_tokens", "max_value": 9},
+            },
+            r"expectations\.0\.type: `expect_column_sum_to_be_between` .* use `expect_column_mean_to_be_b",
+        ),
+        (
             {"type": "expect_column_values_to_not_be_null", "kwargs": {"column": "answer"}},
             r"kwargs\.column: the results have no column `answer` \(they have: row_id, .*`input\.carry`",
         ),
