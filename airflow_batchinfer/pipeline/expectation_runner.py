@@ -14,7 +14,7 @@ from airflow_batchinfer.pipeline.answers import ShardAnswers
 from airflow_batchinfer.pipeline.data_docs import data_docs
 from airflow_batchinfer.pipeline.expectations import Expected, expectations_of, title
 from airflow_batchinfer.pipeline.frames import all_frames, build_frame
-from airflow_batchinfer.pipeline.gx import EXAMPLES, validate_frame
+from airflow_batchinfer.pipeline.gx import EXAMPLES, exception_of, validate_frame
 from airflow_batchinfer.pipeline.quarantine import Quarantine, QuarantinedShard, QuarantineWriter
 from airflow_batchinfer.pipeline.sampling import ranks
 from airflow_batchinfer.pipeline.shown import cut
@@ -164,7 +164,7 @@ def _without_lists(result: dict[str, Any]) -> dict[str, Any]:
 def _add(total: _Total, result: dict[str, Any]) -> None:
     """Add one frame's result."""
     values = result.get("result") or {}
-    raised = _exception(result)
+    raised = exception_of(result)
     if raised is not None:
         total.success, total.error = False, raised
     elif "unexpected_count" in values and "element_count" in values:
@@ -174,7 +174,7 @@ def _add(total: _Total, result: dict[str, Any]) -> None:
     else:
         total.success = total.success and bool(result["success"])
         total.observed = f"{values.get('observed_value')}"
-    total.last = result if raised is not None or not _exception(total.last) else total.last
+    total.last = result if raised is not None or not exception_of(total.last) else total.last
     total.values += list(values.get("partial_unexpected_list") or [])[: EXAMPLES - len(total.values)]
     room = EXAMPLES - len(total.examples)
     total.examples += list(values.get("partial_unexpected_index_list") or [])[:room]
@@ -236,13 +236,3 @@ def _required(expected: Expected, mostly: float) -> str:
     text = ", ".join(f"{k} {json.dumps(v, default=str)}" for k, v in arguments.items())
     text = text if len(text) <= 160 else text[:159] + "…"
     return f"at least {mostly:.1%}{': ' + text if text else ''}" if mostly < 1 else text
-
-
-def _exception(result: dict[str, Any]) -> str | None:
-    """The message of an expectation that raised; GX nests one entry a metric, or has none."""
-    info = result.get("exception_info") or {}
-    entries = [info] if "raised_exception" in info else list(info.values())
-    for entry in entries:
-        if isinstance(entry, dict) and entry.get("raised_exception"):
-            return str(entry.get("exception_message")).strip().splitlines()[0]
-    return None

@@ -10,14 +10,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
+import pandas as pd
+
 from airflow_batchinfer.errors import SpecError
 from airflow_batchinfer.pipeline.frames import fault_column, frame_columns
 from airflow_batchinfer.pipeline.gx import (
     ExpectationObject,
     NotAnExpectation,
     build_expectation,
+    exception_of,
     is_row_by_row,
     known_types,
+    validate_frame,
 )
 from airflow_batchinfer.pipeline.verdict import Origin
 from airflow_batchinfer.run.shard import ROW_ID
@@ -46,6 +50,8 @@ class Expected:
     type: str
     kwargs: Mapping[str, Any]
     severity: str
+    where: str
+    """Its path, for errors."""
     origin: Origin
     expectation: ExpectationObject
     columns: frozenset[str]
@@ -60,11 +66,13 @@ def check_expectations(spec: JobSpec) -> None:
     """Refuse what could only fail after the money is spent.
 
     Raises:
-        SpecError: an expectation's type is unknown, its arguments are wrong or it names no column of
-            the results; or the suite cannot be read. Says which, by the spec's path.
+        SpecError: an expectation's type is unknown, its arguments are wrong, it names no column of the
+            results or cannot be evaluated on them; or the suite cannot be read. Says which, by the spec's
+            path.
     """
     if spec.validation.enabled and (spec.validation.expectations or spec.validation.suite):
-        expectations_of(spec)
+        for expected in expectations_of(spec):
+            _try(expected)
 
 
 def expectations_of(spec: JobSpec) -> list[Expected]:
@@ -153,6 +161,7 @@ def _build(spec: JobSpec, config: Any, where: str, origin: Origin) -> Expected:
         type=kind,
         kwargs=kwargs,
         severity=severity,
+        where=where,
         origin=origin,
         expectation=expectation,
         columns=_columns(spec, kwargs, where),
@@ -161,6 +170,24 @@ def _build(spec: JobSpec, config: Any, where: str, origin: Origin) -> Expected:
             spec, config if origin == "spec" else {}, where, kind, row_by_row and severity == "critical"
         ),
     )
+
+
+def _try(expected: Expected) -> None:
+    """Refuse what could never be evaluated: an unknown metric, a pattern that is none.
+
+    The row is of nulls, which suit any type, or of text where there are patterns. What a condition needs of
+    its columns is not known yet.
+    """
+    if expected.kwargs.get("row_condition"):
+        return
+    value = "0" if any("regex" in name or "schema" in name for name in expected.kwargs) else None
+    frame = pd.DataFrame({column: [value] for column in expected.columns} | {ROW_ID: [0]})
+    (result,) = validate_frame(frame, [expected.expectation], ROW_ID)
+    if (error := exception_of(result)) is not None:
+        raise SpecError(
+            f"{expected.where}: Great Expectations cannot evaluate `{expected.type}` on the results, which "
+            f"it gets as pandas frames: {error}"
+        )
 
 
 def _on_failure(spec: JobSpec, config: dict[str, Any], where: str, kind: str, by_row: bool) -> OnFailure:

@@ -114,6 +114,16 @@ def validate_frame(
     return [by_id[i] for i in range(len(expectations))]
 
 
+def exception_of(result: Mapping[str, Any]) -> str | None:
+    """The first line of why an expectation raised, if it did; GX nests one entry a metric, or has none."""
+    info = result.get("exception_info") or {}
+    entries = [info] if "raised_exception" in info else list(info.values())
+    for entry in entries:
+        if isinstance(entry, dict) and entry.get("raised_exception"):
+            return next(iter(str(entry.get("exception_message")).strip().splitlines()), "no message")
+    return None
+
+
 def render_sections(suite: str, run_id: str, time: str, results: Sequence[Mapping[str, Any]]) -> list[str]:
     """HTML of the sections of Great Expectations' page of validation results.
 

@@ -315,6 +315,34 @@ def test_suite_file_is_read(root: Path, tmp_path: Path) -> None:
             r"expectations\.0\.type: `expect_column_sum_to_be_between` .* use `expect_column_mean_to_be_b",
         ),
         (
+            {
+                "type": "unexpected_rows_expectation",
+                "kwargs": {"unexpected_rows_query": "SELECT * FROM {batch}"},
+            },
+            r"expectations\.0: Great Expectations cannot evaluate `unexpected_rows_expectation` .*PandasExec",
+        ),
+        (
+            {
+                "type": "expect_column_values_to_match_like_pattern",
+                "kwargs": {"column": "channel", "like_pattern": "m%"},
+            },
+            r"expectations\.0: Great Expectations cannot evaluate `expect_column_values_to_match_like_",
+        ),
+        (
+            {
+                "type": "expect_column_values_to_match_regex",
+                "kwargs": {"column": "output", "regex": "a{1,2000}"},
+            },
+            r"expectations\.0: Great Expectations cannot evaluate .*invalid repetition size",
+        ),
+        (
+            {
+                "type": "expect_column_values_to_match_json_schema",
+                "kwargs": {"column": "output", "json_schema": {"type": "text"}},
+            },
+            r"expectations\.0: Great Expectations cannot evaluate .*'text' is not valid",
+        ),
+        (
             {"type": "expect_column_values_to_not_be_null", "kwargs": {"column": "answer"}},
             r"kwargs\.column: the results have no column `answer` \(they have: row_id, .*`input\.carry`",
         ),
@@ -330,6 +358,72 @@ def test_wrong_expectations_are_refused_before_anything_runs(
 ) -> None:
     with pytest.raises(SpecError, match=message):
         check_expectations(make_spec(root, validation={"expectations": [expectation]}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "kwargs"),
+    [
+        ("expect_column_distinct_values_to_contain_set", {"column": "channel", "value_set": ["mail"]}),
+        ("expect_column_distinct_values_to_equal_set", {"column": "channel", "value_set": ["mail"]}),
+        ("expect_column_max_to_be_between", {"column": "output_tokens", "max_value": 5}),
+        ("expect_column_mean_to_be_between", {"column": "output_tokens", "max_value": 5}),
+        ("expect_column_median_to_be_between", {"column": "output_tokens", "max_value": 5}),
+        ("expect_column_stdev_to_be_between", {"column": "output_tokens", "max_value": 5}),
+        ("expect_column_most_common_value_to_be_in_set", {"column": "channel", "value_set": ["mail"]}),
+        ("expect_column_proportion_of_unique_values_to_be_between", {"column": "row_id", "min_value": 1}),
+        ("expect_column_proportion_of_non_null_values_to_be_between", {"column": "channel", "min_value": 1}),
+        ("expect_column_unique_value_count_to_be_between", {"column": "channel", "max_value": 1}),
+        (
+            "expect_column_quantile_values_to_be_between",
+            {"column": "output_tokens", "quantile_ranges": {"quantiles": [0.5], "value_ranges": [[1, 5]]}},
+        ),
+        (
+            "expect_column_kl_divergence_to_be_less_than",
+            {
+                "column": "channel",
+                "partition_object": {"values": ["mail", "chat"], "weights": [0.99, 0.01]},
+                "threshold": 1,
+            },
+        ),
+        (
+            "expect_column_kl_divergence_to_be_less_than",
+            {
+                "column": "output_tokens",
+                "partition_object": {"bins": [0, 2, 4, 8], "weights": [0.01, 0.98, 0.01]},
+                "threshold": 1,
+            },
+        ),
+        ("expect_column_to_exist", {"column": "channel"}),
+        ("expect_column_value_lengths_to_equal", {"column": "channel", "value": 4}),
+        (
+            "expect_column_value_z_scores_to_be_less_than",
+            {"column": "row_id", "threshold": 3, "double_sided": True},
+        ),
+        ("expect_column_values_to_be_between", {"column": "output_tokens", "max_value": 5}),
+        ("expect_column_values_to_be_increasing", {"column": "row_id"}),
+        ("expect_column_values_to_be_of_type", {"column": "row_id", "type_": "int64"}),
+        ("expect_column_values_to_match_regex", {"column": "channel", "regex": "^m(?!b)"}),
+        (
+            "expect_column_pair_values_a_to_be_greater_than_b",
+            {"column_A": "prompt_tokens", "column_B": "attempts"},
+        ),
+        ("expect_compound_columns_to_be_unique", {"column_list": ["row_id", "channel"]}),
+        ("expect_multicolumn_sum_to_equal", {"column_list": ["output_tokens", "attempts"], "sum_total": 4}),
+        (
+            "expect_column_values_to_not_be_null",
+            {"column": "channel", "row_condition": "attempts > 0", "condition_parser": "pandas"},
+        ),
+    ],
+)
+def test_expectations_that_hold_are_neither_refused_nor_broken(
+    root: Path, kind: str, kwargs: dict[str, Any]
+) -> None:
+    spec = make_spec(root, validation={"expectations": [{"type": kind, "kwargs": kwargs}]})
+    check_expectations(spec)
+    run = make_run(root, tickets(9), spec=spec)
+    run.reconcile()
+    verdict = validate(run.store, run.folder)
+    assert [(c.success, c.error) for c in verdict.checks if c.origin == "spec"] == [(True, None)]
 
 
 def test_missing_suite_is_refused(root: Path, tmp_path: Path) -> None:
