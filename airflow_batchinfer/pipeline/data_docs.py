@@ -58,5 +58,5 @@ def _escaped(value: Any) -> Any:
     if isinstance(value, list):
         return [_escaped(v) for v in value]
     if isinstance(value, dict):
-        return {name: _escaped(v) for name, v in value.items()}
+        return {html.escape(name): _escaped(v) for name, v in value.items()}
     return value

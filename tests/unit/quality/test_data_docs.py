@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -73,6 +74,19 @@ def test_the_page_needs_nothing_else_and_runs_nothing(root: Path) -> None:
     assert "default-src 'none'" in page
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page, "it shows what the rows say"
     assert "could not render" not in page
+
+
+def test_keys_of_objects_are_text_too(root: Path) -> None:
+    refresh = "<meta http-equiv=refresh content='0;url=//elsewhere'>"
+    own = {
+        "type": "expect_column_values_to_be_in_set",
+        "kwargs": {"column": "output.about", "value_set": ["x"]},
+    }
+    task = {"type": "json", "schema": {"type": "object", "properties": {"about": {"type": "object"}}}}
+    spec = make_spec(root, task=task, validation={"expectations": [own]})
+    page = page_of(root, spec=spec, answer=lambda r: {"output": json.dumps({"about": {refresh: [r["id"]]}})})
+    assert "<meta http-equiv=refresh" not in page
+    assert "&lt;meta http-equiv=refresh" in page
 
 
 def test_the_report_links_it(root: Path) -> None:
