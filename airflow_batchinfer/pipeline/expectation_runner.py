@@ -17,7 +17,7 @@ from airflow_batchinfer.pipeline.frames import all_frames, build_frame
 from airflow_batchinfer.pipeline.gx import EXAMPLES, exception_of, validate_frame
 from airflow_batchinfer.pipeline.quarantine import Quarantine, QuarantinedShard, QuarantineWriter
 from airflow_batchinfer.pipeline.sampling import ranks
-from airflow_batchinfer.pipeline.shown import cut
+from airflow_batchinfer.pipeline.shown import cut, one_line
 from airflow_batchinfer.pipeline.verdict import Check
 from airflow_batchinfer.run.layout import RunLayout
 from airflow_batchinfer.run.plan import Plan
@@ -27,6 +27,7 @@ from airflow_batchinfer.store import Store
 
 _LISTS = frozenset({"unexpected_list", "unexpected_index_list", "unexpected_index_query"})
 _LONGEST_VALUE = 200
+"""Characters of one value that are shown: an answer may be a megabyte."""
 
 
 @dataclass
@@ -166,18 +167,27 @@ def _add(total: _Total, result: dict[str, Any]) -> None:
     values = result.get("result") or {}
     raised = exception_of(result)
     if raised is not None:
-        total.success, total.error = False, raised
+        total.success, total.error = False, cut(raised, 2 * _LONGEST_VALUE)
     elif "unexpected_count" in values and "element_count" in values:
         total.checked += values["element_count"] - (values.get("missing_count") or 0)
         total.missing += values.get("missing_count") or 0
         total.unexpected += values["unexpected_count"]
     else:
         total.success = total.success and bool(result["success"])
-        total.observed = f"{values.get('observed_value')}"
+        total.observed = one_line(values.get("observed_value"))
     total.last = result if raised is not None or not exception_of(total.last) else total.last
-    total.values += list(values.get("partial_unexpected_list") or [])[: EXAMPLES - len(total.values)]
-    room = EXAMPLES - len(total.examples)
-    total.examples += list(values.get("partial_unexpected_index_list") or [])[:room]
+    failing = list(values.get("partial_unexpected_list") or [])
+    total.values += map(_short, failing[: EXAMPLES - len(total.values)])
+    rows = list(values.get("partial_unexpected_index_list") or [])
+    total.examples += [
+        {name: _short(value) for name, value in row.items()} for row in rows[: EXAMPLES - len(total.examples)]
+    ]
+
+
+def _short(value: Any) -> Any:
+    """The value, or the start of its text if that is long."""
+    text = value if isinstance(value, str) else str(value)
+    return value if len(text) <= _LONGEST_VALUE else cut(text, _LONGEST_VALUE)
 
 
 def _check(total: _Total) -> Check:

@@ -15,7 +15,7 @@ from airflow_batchinfer.pipeline.answers import ShardAnswers, shards_of
 from airflow_batchinfer.pipeline.forecast import Forecast, Interval, forecast
 from airflow_batchinfer.pipeline.labels import LabelCounter, LabelScores
 from airflow_batchinfer.pipeline.profile import Profile, profile_shard
-from airflow_batchinfer.pipeline.shown import RowPicker, ShownRow, cut
+from airflow_batchinfer.pipeline.shown import RowPicker, ShownRow, one_line
 from airflow_batchinfer.pipeline.split import load_plan
 from airflow_batchinfer.pipeline.statistics import wilson
 from airflow_batchinfer.pipeline.verdict import Check
@@ -223,13 +223,8 @@ def _message(
 
 def _in_short(row: ShownRow) -> str:
     prompt = row.prompt[-1]["content"] if row.prompt else ""
-    what = f"{row.reason}: {row.message}" if row.reason else "succeeded"
-    return f"row {row.row_id} ({what}): prompt {_one_line(prompt)} gave {_one_line(row.output or '')}"
-
-
-def _one_line(text: str) -> str:
-    """Text as a short quoted line: what it holds must not look like another line of a log."""
-    return repr(cut(text, 200))
+    what = f"{row.reason}: {one_line(row.message)}" if row.reason else "succeeded"
+    return f"row {row.row_id} ({what}): prompt {one_line(prompt)} gave {one_line(row.output or '')}"
 
 
 def _worst_rows(shard: ShardAnswers) -> list[ShownRow]:

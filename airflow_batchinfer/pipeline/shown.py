@@ -99,6 +99,11 @@ def cut(text: str, longest: int = LONGEST_TEXT) -> str:
     return f"{text[:longest]}… [{len(text) - longest:,} more characters]"
 
 
+def one_line(value: Any, longest: int = 200) -> str:
+    """A value as a short line, text quoted: what it holds must not look like another line of a log."""
+    return repr(str(cut(value, longest))) if isinstance(value, str) else cut(str(value), longest)
+
+
 def _show_sample(sample: RowSample, shards: Mapping[int, ShardAnswers]) -> list[ShownRow]:
     shown: Iterable[list[ShownRow]] = (show_rows(shards[n], ids) for n, ids in sample.by_tag().items())
     return [row for rows in shown for row in rows]

@@ -17,7 +17,7 @@ from airflow_batchinfer.pipeline.labels import LabelCounter
 from airflow_batchinfer.pipeline.limits import check_limits
 from airflow_batchinfer.pipeline.profile import Profile, profile_shard
 from airflow_batchinfer.pipeline.quarantine import Quarantine
-from airflow_batchinfer.pipeline.shown import RowPicker
+from airflow_batchinfer.pipeline.shown import RowPicker, one_line
 from airflow_batchinfer.pipeline.split import load_plan
 from airflow_batchinfer.pipeline.verdict import Check, Verdict
 from airflow_batchinfer.run.layout import RunLayout
@@ -130,7 +130,8 @@ def _message(checks: Sequence[Check], quarantine: Quarantine, *, publish: bool) 
     found = first.error or first.observed
     text = f"{first.name}: found {found}, required {first.required or 'success'}"
     examples = "; ".join(
-        ", ".join(f"{k} {v}" for k, v in example.items() if v is not None) for example in first.examples[:3]
+        ", ".join(f"{k} {one_line(v)}" for k, v in example.items() if v is not None)
+        for example in first.examples[:3]
     )
     if examples:
         text += f" (for instance {examples})"

@@ -53,7 +53,8 @@ def test_broken_template_stops_the_run_with_evidence(root: Path) -> None:
 
 
 def test_row_text_cannot_forge_lines_of_the_log(root: Path) -> None:
-    run = piloted(root, lambda row: {"reason": "invalid_output", "output": "x\n[2026] INFO all fine"})
+    text = "x\n[2026] INFO all fine"
+    run = piloted(root, lambda row: {"reason": "invalid_output", "output": text, "message": text})
     with pytest.raises(GateError) as raised:
         judge_pilot(run.store, run.folder)
     assert "\n" not in str(raised.value)

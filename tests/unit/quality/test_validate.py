@@ -44,6 +44,36 @@ def test_a_label_outside_the_set_holds_the_results(root: Path) -> None:
     assert not verdict.success
 
 
+LONG_LINES = "x\n[2026] INFO all fine" + "y" * 10_000
+
+
+def test_row_text_cannot_forge_lines_of_the_log_nor_fill_it(root: Path) -> None:
+    run = make_run(root, tickets(30), lambda _: {"output": LONG_LINES})
+    run.reconcile()
+    with pytest.raises(GateError) as raised:
+        validate(run.store, run.folder)
+    message = str(raised.value)
+    assert "\n" not in message
+    assert len(message) < 2_000
+    found = check(Verdict.read(run.store, run.layout.validation), "expect_column_values_to_be_in_set")
+    assert max(len(str(example)) for example in found.examples) < 500
+    assert len(run.store.read_bytes(run.layout.data_docs)) < 100_000
+
+
+def test_what_was_observed_of_texts_is_one_short_line(root: Path) -> None:
+    own = {
+        "type": "expect_column_most_common_value_to_be_in_set",
+        "kwargs": {"column": "output", "value_set": ["bug"]},
+    }
+    spec = make_spec(root, task={"type": "generate"}, validation={"expectations": [own]})
+    run = make_run(root, tickets(30), lambda r: {"output": r["id"] + LONG_LINES}, spec=spec)
+    run.reconcile()
+    with pytest.raises(GateError) as raised:
+        validate(run.store, run.folder)
+    assert "\n" not in str(raised.value)
+    assert len(str(raised.value)) < 2_000
+
+
 def test_warn_publishes_and_says_so(root: Path) -> None:
     spec = make_spec(root, validation={"on_failure": "warn"})
     run = make_run(root, tickets(30), lambda _: {"output": "spam"}, spec=spec)
