@@ -42,6 +42,15 @@ def attempts_of(store: Store, layout: RunLayout, shard: int) -> list[Attempt]:
     return [_attempt(e, progress.get(e), commits.get(e)) for e in sorted(progress.keys() | commits.keys())]
 
 
+def paid_by(attempts: Iterable[Attempt], kept: Tokens) -> Tokens:
+    """What attempts paid, for rows that no part holds too.
+
+    At least `kept`, what the durable rows cost: a killed attempt may not have told of its last part.
+    """
+    paid = Tokens.summed(attempt.tokens for attempt in attempts)
+    return paid if paid.total > kept.total else kept
+
+
 @dataclass(frozen=True)
 class Spent:
     """What all attempts at a run's shards have taken so far, failed ones included."""

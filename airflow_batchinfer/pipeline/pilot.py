@@ -12,6 +12,7 @@ from pydantic import Field
 from airflow_batchinfer.errors import GateError, IncompleteRunError
 from airflow_batchinfer.outcome import Outcome, Reason
 from airflow_batchinfer.pipeline.answers import ShardAnswers, shards_of
+from airflow_batchinfer.pipeline.attempts import attempts_of, paid_by
 from airflow_batchinfer.pipeline.forecast import Forecast, Interval, forecast
 from airflow_batchinfer.pipeline.labels import LabelCounter, LabelScores
 from airflow_batchinfer.pipeline.profile import Profile, profile_shard
@@ -42,7 +43,7 @@ class PilotVerdict(Document):
     profile: Profile = Profile()
     labels: LabelScores | None = None
     forecast: Forecast | None = None
-    spent_tokens: int = Field(0, description="What the pilot paid.")
+    spent_tokens: int = Field(0, description="What the pilot paid, all its attempts together.")
     worst: list[ShownRow] = Field(default_factory=list, description="Rows to look at, prompts as rendered.")
 
 
@@ -94,7 +95,8 @@ def _judge(plan: Plan, shard: ShardAnswers) -> PilotVerdict:
         *_accuracy(plan.spec, scores),
         *_budget(plan.spec, expected),
     ]
-    spent = profile.prompt_tokens.total + profile.output_tokens.total
+    attempts = attempts_of(shard.store, RunLayout(plan.folder), shard.planned.shard)
+    spent = paid_by(attempts, profile.tokens).total
     worst = _worst_rows(shard)
     return PilotVerdict(
         created_at=_now(),

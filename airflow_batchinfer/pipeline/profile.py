@@ -16,6 +16,7 @@ from airflow_batchinfer.outcome import Outcome, Reason
 from airflow_batchinfer.pipeline.answers import ShardAnswers, copies_of
 from airflow_batchinfer.pipeline.histogram import Histogram
 from airflow_batchinfer.pipeline.vectors import measure_vectors
+from airflow_batchinfer.run.commit import Tokens
 from airflow_batchinfer.run.document import Document
 from airflow_batchinfer.run.shard import ROW_ID
 from airflow_batchinfer.spec import ChoiceTask, EmbedTask, GenerateTask
@@ -46,6 +47,13 @@ class Profile(Document):
     cached_tokens: int = 0
     retried: int = Field(0, description="Sent rows that took more than one attempt.")
     saved_tokens: int = Field(0, description="Tokens that copies would have cost.")
+
+    @property
+    def tokens(self) -> Tokens:
+        """What the rows that have an outcome cost."""
+        return Tokens(
+            prompt=self.prompt_tokens.total, output=self.output_tokens.total, cached=self.cached_tokens
+        )
 
     def plus(self, other: Profile) -> Profile:
         """Both together."""

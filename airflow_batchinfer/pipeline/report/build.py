@@ -9,7 +9,7 @@ from typing import Literal
 from airflow_batchinfer.outcome import Outcome
 from airflow_batchinfer.pipeline.accounting import Account
 from airflow_batchinfer.pipeline.answers import ShardAnswers, shards_of
-from airflow_batchinfer.pipeline.attempts import Attempt, attempts_of
+from airflow_batchinfer.pipeline.attempts import Attempt, attempts_of, paid_by
 from airflow_batchinfer.pipeline.eyes import read_review
 from airflow_batchinfer.pipeline.forecast import money
 from airflow_batchinfer.pipeline.judge_cost import judge_cost
@@ -19,7 +19,6 @@ from airflow_batchinfer.pipeline.profile import Profile, profile_shard
 from airflow_batchinfer.pipeline.report.model import Report, ShardLine, Stage, Throughput
 from airflow_batchinfer.pipeline.shown import RowPicker
 from airflow_batchinfer.pipeline.verdict import Verdict
-from airflow_batchinfer.run.commit import Tokens
 from airflow_batchinfer.run.layout import DEAD_LETTERS, RunLayout, results_table
 from airflow_batchinfer.run.ledger import Ledger
 from airflow_batchinfer.run.plan import Plan
@@ -47,7 +46,8 @@ def build_report(store: Store, plan: Plan, account: Account | None) -> Report:
     layout = RunLayout(plan.folder)
     start = _time(plan.created_at)
     picker = RowPicker(plan.spec.report.samples, DEAD_EXAMPLES, plan.spec.report.seed)
-    profile, lines, paid = Profile(), [], 0
+    profile, lines = Profile(), []
+    attempts: list[Attempt] = []
     engine: dict[str, str] = {}
     opened: dict[int, ShardAnswers] = {}
     ledger = account.ledger if account else None
@@ -56,9 +56,9 @@ def build_report(store: Store, plan: Plan, account: Account | None) -> Report:
         own = profile_shard(shard)
         profile = profile.plus(own)
         picker.see(shard)
-        attempts = attempts_of(store, layout, shard.planned.shard)
-        paid += sum(a.tokens.total for a in attempts)
-        lines.append(_line(shard, own, attempts, start))
+        of_shard = attempts_of(store, layout, shard.planned.shard)
+        attempts += of_shard
+        lines.append(_line(shard, own, of_shard, start))
         engine = engine or (shard.commit.engine if shard.commit else {})
 
     verdict = Verdict.find(store, layout.validation)
@@ -77,9 +77,8 @@ def build_report(store: Store, plan: Plan, account: Account | None) -> Report:
         status = "held"
     else:
         status = "not published"
-    kept = Tokens(
-        prompt=profile.prompt_tokens.total, output=profile.output_tokens.total, cached=profile.cached_tokens
-    )
+    kept = profile.tokens
+    paid = paid_by(attempts, kept)
     throughput = _throughput(profile, lines)
     ledger_sha256, quarantine_sha256 = account.digests if account else (None, None)
     prices = plan.spec.cost
@@ -103,7 +102,7 @@ def build_report(store: Store, plan: Plan, account: Account | None) -> Report:
         counts=_by_outcome({**profile.counts, Outcome.UNPROCESSED: unprocessed}),
         reasons=profile.reasons,
         tokens=kept,
-        tokens_lost=max(0, paid - kept.prompt - kept.output),
+        tokens_lost=paid.total - kept.total,
         tokens_saved=profile.saved_tokens,
         dedup_rows=profile.rows - profile.sent,
         kept_rows=plan.kept.rows if plan.kept else 0,
@@ -116,7 +115,7 @@ def build_report(store: Store, plan: Plan, account: Account | None) -> Report:
         verdict=verdict,
         pilot=pilot,
         stop=stop,
-        cost=money(prices, kept, throughput.held_seconds) if prices else None,
+        cost=money(prices, paid, throughput.held_seconds) if prices else None,
         currency=prices.currency if prices else "",
         judge=judge_cost(store, plan),
         review=read_review(store, plan.folder),
@@ -144,7 +143,7 @@ def _line(shard: ShardAnswers, profile: Profile, attempts: list[Attempt], start:
         rows=shard.planned.rows,
         sent=shard.planned.sent,
         dead=profile.rows - profile.counts.get(Outcome.SUCCEEDED, 0),
-        tokens=profile.prompt_tokens.total + profile.output_tokens.total,
+        tokens=profile.tokens.total,
         predicted_tokens=shard.planned.predicted_tokens,
         attempts=len(attempts),
         reclaims=sum(a.state == "reclaimed" for a in attempts),
@@ -160,7 +159,7 @@ def _throughput(profile: Profile, lines: list[ShardLine]) -> Throughput:
     ends = [line.end for line in lines if line.end is not None]
     wall = max(ends) - min(starts) if starts and ends else 0.0
     held = sum(line.held_seconds for line in lines)
-    tokens = profile.prompt_tokens.total + profile.output_tokens.total
+    tokens = profile.tokens.total
     accepted = profile.counts.get(Outcome.SUCCEEDED, 0)
     return Throughput(
         wall_seconds=wall,

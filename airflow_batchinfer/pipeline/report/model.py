@@ -90,7 +90,9 @@ class Report(Document):
     verdict: Verdict | None
     pilot: PilotVerdict | None = None
     stop: Stop | None = None
-    cost: float | None = Field(None, description="Money spent, at the job's prices; without the judge.")
+    cost: float | None = Field(
+        None, description="Money spent, at the job's prices, on lost tokens too; without the judge."
+    )
     currency: str = ""
     judge: JudgeCost | None = Field(None, description="What the judge cost: in no other figure here.")
     review: Review | None = Field(None, description="What a person found on the sample.")

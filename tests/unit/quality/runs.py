@@ -69,6 +69,22 @@ class MadeRun:
         self.store, self.plan, self.folder = store, plan, plan.folder
         self.layout = RunLayout(plan.folder)
 
+    def lose_attempt(self, shard: int, tokens: Tokens) -> None:
+        """Leave what a killed attempt leaves that had no part yet: its progress."""
+        epoch = new_epoch()
+        Progress(
+            shard=shard,
+            epoch=epoch,
+            state="running",
+            updated_at=START.isoformat(),
+            sent=self.plan.shards[shard].sent,
+            done=1,
+            durable=0,
+            counts={},
+            tokens=tokens,
+            held_seconds=20.0,
+        ).write(self.store, self.layout.progress(shard, epoch))
+
     def reconcile(self) -> Ledger:
         """The ledger that `reconcile` would write for complete shards."""
         lines = []

@@ -10,6 +10,7 @@ from airflow_batchinfer.errors import GateError, IncompleteRunError
 from airflow_batchinfer.pipeline.pilot import PilotVerdict, judge_pilot, read_pilot
 from airflow_batchinfer.pipeline.report import write_report
 from airflow_batchinfer.pipeline.statistics import jensen_shannon, population_stability, wilson
+from airflow_batchinfer.run.commit import Tokens
 from tests.unit.quality.runs import MadeRun, make_run, make_spec, tickets, truthful
 
 pytestmark = pytest.mark.airflow_env
@@ -50,6 +51,12 @@ def test_broken_template_stops_the_run_with_evidence(root: Path) -> None:
     assert kept.worst[0].prompt[0] == {"role": "system", "content": "You sort tickets."}
     assert write_report(run.store, run.folder).status == "stopped"
     assert not run.store.exists(run.layout.review("csv")), "nobody reviews a run that never ran"
+
+
+def test_what_a_killed_attempt_paid_is_spent_too(root: Path) -> None:
+    run = piloted(root)
+    run.lose_attempt(0, Tokens(prompt=500, output=7))
+    assert judge_pilot(run.store, run.folder).spent_tokens == 10 * 33 + 507
 
 
 def test_row_text_cannot_forge_lines_of_the_log(root: Path) -> None:

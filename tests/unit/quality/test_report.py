@@ -10,6 +10,7 @@ from airflow_batchinfer.errors import GateError
 from airflow_batchinfer.pipeline.gate import check_run
 from airflow_batchinfer.pipeline.pilot import judge_pilot
 from airflow_batchinfer.pipeline.report import Report, write_report
+from airflow_batchinfer.run.commit import Tokens
 from airflow_batchinfer.run.stop import set_stop
 from tests.unit.quality.runs import MadeRun, make_run, make_spec, tickets, truthful
 
@@ -37,6 +38,16 @@ def test_counts_add_up_to_the_input_with_copies(root: Path) -> None:
     assert report.tokens_saved == 3 * 33
     assert (report.tokens.prompt, report.tokens.output) == (30 * 52, 3 * 52)
     assert report.problems == []
+
+
+def test_lost_tokens_were_paid_too(root: Path) -> None:
+    prices = {"per_million_output_tokens": 1e6, "per_million_prompt_tokens": 2e6}
+    run = make_run(root, tickets(12), spec=make_spec(root, cost=prices))
+    run.lose_attempt(1, Tokens(prompt=500, output=7))
+    report = write_report(run.store, run.folder)
+    assert report.tokens == Tokens(prompt=12 * 30, output=12 * 3, cached=12 * 10)
+    assert report.tokens_lost == 507
+    assert report.cost == (12 * 30 - 12 * 10 + 500) * 2 + 12 * 3 + 7
 
 
 def test_report_is_stored_as_returned(root: Path) -> None:
