@@ -15,10 +15,11 @@ from airflow_batchinfer.pipeline.shown import RowPicker, ShownRow
 from airflow_batchinfer.pipeline.statistics import wilson
 from airflow_batchinfer.run.document import Document
 from airflow_batchinfer.run.layout import RunLayout
-from airflow_batchinfer.run.plan import Plan
+from airflow_batchinfer.run.plan import Plan, check_is_run
 from airflow_batchinfer.store import Store
 
-_COLUMNS = ("row_id", "custom_id", "prompt", "output", "correct", "comment")
+_COLUMNS = ("run", "row_id", "custom_id", "prompt", "output", "correct", "comment")
+_NEEDED = frozenset({"run", "row_id", "correct"})
 _YES = frozenset({"yes", "y", "true", "1"})
 _NO = frozenset({"no", "n", "false", "0"})
 _FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
@@ -73,7 +74,7 @@ def write_sheet(store: Store, plan: Plan, quarantine: Quarantine) -> None:
     writer = csv.writer(text)
     writer.writerow(_COLUMNS)
     for row in sorted(picker.succeeded(opened), key=lambda row: row.row_id):
-        writer.writerow([_plain(cell) for cell in _cells(row)])
+        writer.writerow([_plain(cell) for cell in _cells(plan.folder, row)])
     # The mark at the start makes spreadsheets read UTF-8.
     store.write_bytes(sheet, text.getvalue().encode("utf-8-sig"))
 
@@ -86,8 +87,10 @@ def read_sheet(store: Store, folder: str, filled: bytes | None = None) -> Review
 
     Raises:
         FileNotFoundError: the run has no sheet.
-        InputError: the sheet is not one of ours, or a mark is neither yes nor no; names the line.
+        InputError: the folder holds no run, the sheet is not the run's, or a mark is neither yes nor no;
+            names the line.
     """
+    check_is_run(store, folder)
     layout = RunLayout(folder)
     data = store.read_bytes(layout.review("csv")) if filled is None else filled
     try:
@@ -95,9 +98,9 @@ def read_sheet(store: Store, folder: str, filled: bytes | None = None) -> Review
         lines = list(reader)
     except (UnicodeDecodeError, csv.Error) as error:
         raise InputError(f"the review sheet is no CSV in UTF-8: {error}") from error
-    if missing := {"row_id", "correct"} - set(reader.fieldnames or ()):
+    if missing := _NEEDED - set(reader.fieldnames or ()):
         raise InputError(f"the review sheet has no column `{min(missing)}`: keep the columns of review.csv")
-    marks = list(_marks(lines))
+    marks = list(_marks(lines, layout.folder))
     judged = [(row_id, mark) for row_id, mark in marks if mark is not None]
     correct = sum(mark for _, mark in judged)
     low, high = wilson(correct, len(judged))
@@ -119,18 +122,24 @@ def read_review(store: Store, folder: str) -> Review | None:
     return Review.find(store, RunLayout(folder).review("json"))
 
 
-def _cells(row: ShownRow) -> list[str]:
+def _cells(folder: str, row: ShownRow) -> list[str]:
     prompt = "\n\n".join(f"[{m['role']}] {m['content']}" for m in row.prompt)
-    return [str(row.row_id), row.custom_id or "", prompt, row.output or "", "", ""]
+    return [folder, str(row.row_id), row.custom_id or "", prompt, row.output or "", "", ""]
 
 
 def _plain(cell: str) -> str:
     return f"'{cell}" if cell.startswith(_FORMULA_STARTS) else cell
 
 
-def _marks(lines: list[dict[str, str]]) -> Iterator[tuple[int, bool | None]]:
+def _marks(lines: list[dict[str, str]], folder: str) -> Iterator[tuple[int, bool | None]]:
     seen: set[int] = set()
     for number, line in enumerate(lines, start=2):
+        # Row ids do not tell runs apart: two nights of as many rows draw the same ones.
+        if line["run"] != folder:
+            raise InputError(
+                f"review sheet, record {number}: it is of the run {line['run']!r}, not of {folder!r}; name "
+                "the folder of that run, or take this run's review.csv"
+            )
         mark = (line["correct"] or "").strip().lower()
         if mark and mark not in _YES | _NO:
             raise InputError(

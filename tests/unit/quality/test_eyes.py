@@ -78,7 +78,7 @@ def test_sheet_in_the_store_is_read_by_default(run: MadeRun) -> None:
 
 
 def test_a_begun_sheet_is_never_overwritten(run: MadeRun) -> None:
-    run.store.write_bytes(run.layout.review("csv"), b"row_id,correct\n1,yes\n")
+    run.store.write_bytes(run.layout.review("csv"), b"run,row_id,correct\n%s,1,yes\n" % run.folder.encode())
     write_report(run.store, run.folder)
     assert read_sheet(run.store, run.folder).correct == 1
 
@@ -86,15 +86,34 @@ def test_a_begun_sheet_is_never_overwritten(run: MadeRun) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"row_id,correct\n1,maybe\n", "record 2: `correct` is 'maybe'; write yes or no"),
-        (b"row_id,correct\nx,yes\n", "record 2: `row_id` is 'x'"),
+        (
+            b"run,row_id,correct\ntickets/runs/manual-1,1,maybe\n",
+            "record 2: `correct` is 'maybe'; write yes or no",
+        ),
+        (b"run,row_id,correct\ntickets/runs/manual-1,x,yes\n", "record 2: `row_id` is 'x'"),
         (b"id,ok\n1,yes\n", "has no column `correct`"),
+        (b"row_id,correct\n1,yes\n", "has no column `run`: keep the columns"),
         (b"\xff\xfe\x00", "no CSV in UTF-8"),
     ],
 )
 def test_wrong_sheets_are_refused_by_line(run: MadeRun, content: bytes, message: str) -> None:
     with pytest.raises(InputError, match=message):
         read_sheet(run.store, run.folder, content)
+
+
+def test_the_sheet_of_another_run_is_refused(run: MadeRun, root: Path) -> None:
+    """As many rows, so the same row ids."""
+    other = make_run(root, tickets(60), spec=run.plan.spec, run_id="manual-2")
+    draw(run, 4)
+    draw(other, 4)
+    assert [line["row_id"] for line in lines(run)] == [line["row_id"] for line in lines(other)]
+    with pytest.raises(
+        InputError, match=r"of the run 'tickets/runs/manual-1', not of 'tickets/runs/manual-2'"
+    ):
+        read_sheet(run.store, other.folder, marked(run, ["yes"] * 4))
+    assert read_sheet(run.store, f"{run.folder}/", marked(run, ["yes"] * 4)).correct == 4
+    with pytest.raises(InputError, match=r"runs/manual-3 is no run"):
+        read_sheet(run.store, "tickets/runs/manual-3", marked(run, ["yes"] * 4))
 
 
 def test_command_reads_a_sheet_and_writes_the_report(
