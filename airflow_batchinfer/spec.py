@@ -719,7 +719,10 @@ class CostSpec(_Strict):
 
 
 class DriftSpec(_Strict):
-    """Comparison with the job's last published run; a difference is a warning in the report."""
+    """Comparison with the job's last published run; a difference is a warning in the report.
+
+    Runs that answer a part of their input are not compared: incremental ones that keep results, and replays.
+    """
 
     enabled: bool = Field(True, description="Compare.")
     max_psi: float = Field(

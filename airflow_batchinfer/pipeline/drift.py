@@ -23,12 +23,12 @@ _BINS = 10
 def check_drift(store: Store, plan: Plan, profile: Profile) -> list[Check]:
     """Compare with the last published run of the job; nothing if there is none, or it is switched off.
 
-    Incremental runs and replays answer a few rows that are no sample of the input: not compared. If what
-    that run left cannot be read, that is a warning: this run's answers are none the worse for it.
+    Replays, and incremental runs that keep results, answer rows that are no sample of the input: not
+    compared. If what that run left cannot be read, that is a warning: this run's answers are none the worse
+    for it.
     """
     limits = plan.spec.drift
-    whole = plan.kept is None and plan.replay_of is None
-    before = last_published(store, plan) if limits.enabled and whole else None
+    before = last_published(store, plan) if limits.enabled and plan.answers_whole_input else None
     if before is None:
         return []
     try:

@@ -81,8 +81,7 @@ def merge(store: Store, folder: str) -> MergeResult:
     with scratch_folder("merge") as scratch:
         result = _Merge(store, plan, account, scratch).run()
     result.write(store, RunLayout(folder).merge)
-    if plan.replay_of is None:
-        remember_published(store, plan)
+    remember_published(store, plan)
     return result
 
 

@@ -34,10 +34,11 @@ class PublishedRuns(Document):
 def remember_published(store: Store, plan: Plan) -> None:
     """Note that a run was published; noting it again changes nothing. Raises `StoreError`.
 
-    An incremental run that answered only what changed is no measure for others, and is not noted.
+    A run that answered only a part of its input, what changed since the last one or what died, is no measure
+    for others, and is not noted.
     Two runs of one job that publish at the same moment may lose one note; only drift reads them.
     """
-    if plan.kept is not None:
+    if not plan.answers_whole_input:
         return
     own = PublishedRun(folder=plan.folder, run_id=plan.run_id, created_at=plan.created_at)
     others = [run for run in _read(store, plan.job).runs if run.folder != plan.folder]

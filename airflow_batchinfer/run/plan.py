@@ -94,6 +94,11 @@ class Plan(Document):
         """Input rows over all shards: those that this run answers."""
         return sum(s.rows for s in self.shards)
 
+    @property
+    def answers_whole_input(self) -> bool:
+        """Whether every row of the input is answered here: no result is kept, and no run repaired."""
+        return self.replay_of is None and not (self.kept and self.kept.rows)
+
 
 def check_is_run(store: Store, folder: str) -> None:
     """Raise `InputError` if a folder holds no run; its plan may be one that cannot be read."""

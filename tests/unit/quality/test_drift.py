@@ -9,13 +9,18 @@ import pytest
 from airflow_batchinfer.errors import GateError
 from airflow_batchinfer.pipeline.drift import compare
 from airflow_batchinfer.pipeline.histogram import Histogram
+from airflow_batchinfer.pipeline.merge import merge
 from airflow_batchinfer.pipeline.profile import Profile
 from airflow_batchinfer.pipeline.published import last_published, remember_published
+from airflow_batchinfer.pipeline.reconcile import reconcile
+from airflow_batchinfer.pipeline.split import split
 from airflow_batchinfer.pipeline.validate import validate
 from airflow_batchinfer.pipeline.verdict import Check, Verdict
 from airflow_batchinfer.run.layout import RunLayout, published_runs
 from airflow_batchinfer.spec import DriftSpec
+from airflow_batchinfer.store import LocalStore
 from tests.releases import rewrite_as_other_release
+from tests.unit.pipeline.runs import commit_run, job, write_input
 from tests.unit.quality.runs import MadeRun, make_run, make_spec, tickets, truthful
 
 pytestmark = pytest.mark.airflow_env
@@ -70,6 +75,30 @@ def test_a_run_like_the_last_one_passes(root: Path) -> None:
     run = make_run(root, tickets(300), run_id="tuesday")
     run.reconcile()
     assert all(c.success for c in drift(validate(run.store, run.folder)).values())
+
+
+def test_incremental_runs_are_compared_if_they_keep_no_result(root: Path) -> None:
+    store = LocalStore(root)
+
+    def night(name: str, answer: str, **fields: Any) -> dict[str, Check]:
+        given = {"path": str(root / "in"), "id_column": "id"}
+        task = {"type": "choice", "labels": ["billing", "bug"]}
+        spec = job(root, store=str(root), input=given, task=task, incremental=True, **fields)
+        plan = split(store, spec, name)
+        commit_run(store, plan, answer=lambda _: answer)
+        reconcile(store, plan.folder)
+        checks = drift(validate(store, plan.folder))
+        merge(store, plan.folder)
+        return checks
+
+    write_input(root, [{"id": f"k{i}", "text": f"text {i}"} for i in range(60)])
+    assert night("one", "billing") == {}
+    write_input(root, [{"id": f"k{i}", "text": f"text {i // 30 * i}"} for i in range(60)])
+    assert night("two", "bug") == {}, "half the input is no sample of it"
+    found = night("three", "bug", prompt={"template": "Sort: {{ text }}"})["drift of labels"]
+    assert not found.success
+    assert found.observed.endswith("against one")
+    assert night("four", "bug", prompt={"template": "Sort! {{ text }}"})["drift of labels"].success
 
 
 def test_a_last_run_that_cannot_be_read_is_a_warning(root: Path) -> None:
