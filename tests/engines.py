@@ -7,7 +7,7 @@ Their settings are keys of `model.engine`:
   kernel's clock). The key starts with the row's id and a slash, so tests count what was paid by row.
 - `delay_seconds`: time from submitting a request to its answer (0).
 - `one_at_a_time`: requests wait in the engine's queue, and `delay_seconds` begins when each one's turn comes.
-- `greedy`: what the engine says of itself (false).
+- `greedy`, `keeps_row_timeout`: what the engine says of itself (false).
 - `max_in_flight`: the window the engine asks for (256).
 - `max_model_len`: what the engine says of itself (none).
 - `start_seconds`: how long a start takes (0).
@@ -89,6 +89,7 @@ class InstantEngine:
             max_in_flight=int(self._options.get("max_in_flight", 256)),
             max_model_len=self._options.get("max_model_len"),
             greedy=bool(self._options.get("greedy")),
+            keeps_row_timeout=bool(self._options.get("keeps_row_timeout")),
         )
 
     def _log(self, what: str) -> None:

@@ -31,6 +31,9 @@ log = logging.getLogger(__name__)
 STUCK_SECONDS = 60.0
 """A call into a killed engine that has not returned after so long never will."""
 
+_OVERTIME_SECONDS = 60.0
+"""Patience beyond `retry.row_timeout_seconds` with an engine that keeps this limit itself."""
+
 
 class EngineGone(EngineDied):
     """The engine was dead before these requests came: none of them has reached it."""
@@ -60,6 +63,7 @@ class GuardedEngine:
         self._since = time.monotonic()
         self._pulse = time.monotonic()
         self._made = 0
+        self._stall_seconds = spec.retry.stall_seconds
         self._waiting = False
         """Whether something is in flight."""
         self._killed_at: float | None = None
@@ -112,6 +116,10 @@ class GuardedEngine:
             raise EngineError(f"the engine did not start: {why}") from error
         # Before the watchdog looks: these are still the last engine's, which may have died in silence.
         self._made, self._pulse, self._waiting = self._engine.tokens_made(), time.monotonic(), False
+        self._stall_seconds = self._spec.retry.stall_seconds
+        if info.keeps_row_timeout:  # it shows no life before a whole answer, which may take as long
+            longest = self._spec.retry.row_timeout_seconds + _OVERTIME_SECONDS
+            self._stall_seconds = max(self._stall_seconds, longest)
         self._enter(_Phase.RUNNING)
         if self._killed_at is not None:
             raise EngineError(self._killed_why)
@@ -222,10 +230,19 @@ class GuardedEngine:
             return f"{self._killed_why}; and the engine does not end" if stuck else None
         if self._phase is _Phase.STARTING and now - self._since > retry.startup_seconds:
             self.kill(f"the engine did not start within retry.startup_seconds={retry.startup_seconds:g}")
-        elif self._phase is _Phase.RUNNING and self._waiting and self.silence > retry.stall_seconds:
+        elif self._phase is _Phase.RUNNING and self._waiting and self.silence > self._stall_seconds:
             self.stalled = True
-            self.kill(f"the engine made no token for retry.stall_seconds={retry.stall_seconds:g}")
+            self.kill(self._why_stalled())
         return None
+
+    def _why_stalled(self) -> str:
+        retry = self._spec.retry
+        if self._stall_seconds == retry.stall_seconds:
+            return f"the engine made no token for retry.stall_seconds={retry.stall_seconds:g}"
+        return (
+            f"the engine gave no answer for {self._stall_seconds:g} s, although it has to give up a row after "
+            f"retry.row_timeout_seconds={retry.row_timeout_seconds:g}"
+        )
 
     def _enter(self, phase: _Phase) -> None:
         with self._lock:

@@ -73,7 +73,8 @@ class EngineInfo:
     keeps_row_timeout: bool = False
     """Whether the engine itself gives up (`TIMED_OUT`) what runs for longer than `retry.row_timeout_seconds`.
 
-    Else the worker does, and takes the engine's queue to be first in, first out.
+    Then it may show no life for as long. Else the worker gives it up, and takes the engine's queue to be
+    first in, first out.
     """
 
 

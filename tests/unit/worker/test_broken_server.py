@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -81,7 +82,10 @@ NO_VECTORS = {
 
 @pytest.fixture
 def serve() -> Iterator[Callable[[dict[str, bytes], bytes], str]]:
-    """Start a server: `<<name>>` in a prompt gets the reply of that name, every other prompt the good one."""
+    """Start a server: `<<name>>` in a prompt gets the reply of that name, every other prompt the good one.
+
+    `<<slow>>` gets the good one too, a second late.
+    """
     running: list[ThreadingHTTPServer] = []
 
     def start(replies: dict[str, bytes], good: bytes) -> str:
@@ -92,7 +96,9 @@ def serve() -> Iterator[Callable[[dict[str, bytes], bytes], str]]:
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers["Content-Length"])).decode()
                 asked = re.search("<<(.*?)>>", body)
-                self.wfile.write(replies[asked[1]] if asked else good)
+                if asked and asked[1] == "slow":
+                    time.sleep(1.0)
+                self.wfile.write(replies.get(asked[1], good) if asked else good)
                 self.close_connection = True
 
             def log_message(self, *_: Any) -> None:
@@ -151,3 +157,11 @@ def test_what_is_no_vector_costs_its_row(run: Run, serve: Any) -> None:
     for name, result in results.items():
         assert result["outcome"] in ("failed", "invalid"), name
         assert result["message"], name
+
+
+def test_a_server_that_takes_its_time_for_an_answer_does_not_stall(run: Run, serve: Any) -> None:
+    model = {"name": "m", "backend": "openai", "base_url": serve({}, reply(chat()))}
+    run.plan(texts(2, {1: "<<slow>>"}), model=model, retry={"stall_seconds": 0.3})
+    assert run.work()[0] == ExitCode.COMMITTED
+    assert run.outcomes() == {"succeeded": 2}
+    assert run.progress().engine_restarts == 0

@@ -520,6 +520,31 @@ def test_an_engine_that_nobody_listens_to_does_not_stall(
     engine.bury()
 
 
+@pytest.mark.parametrize(
+    ("retry", "limit"),
+    [
+        ({"stall_seconds": 300, "row_timeout_seconds": 3600}, 3660),
+        ({"stall_seconds": 300, "row_timeout_seconds": 60}, 300),
+    ],
+)
+def test_an_engine_that_gives_up_rows_itself_may_be_as_silent_as_a_row_is_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, retry: dict[str, float], limit: float
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(guard, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    model = {"name": "none", "backend": "tests.engines:InstantEngine", "engine": {"keeps_row_timeout": True}}
+    engine = guard.GuardedEngine(job(tmp_path, model=model, retry=retry))
+    engine.start()
+    engine.submit([Request("0/0/1", 0, text="x")])
+    now[0] += limit - 1
+    engine.inspect()
+    assert not engine.stalled
+    now[0] += 2
+    engine.inspect()
+    assert engine.stalled
+    engine.bury()
+
+
 # Processes and suspects
 
 
