@@ -468,8 +468,8 @@ class RetrySpec(_Strict):
     stall_seconds: float = Field(
         300.0,
         gt=0,
-        description="An engine that makes no token for so long while rows wait is restarted. A server shows no "
-        "token before a whole answer: with `backend: openai` at least `row_timeout_seconds` and a minute.",
+        description="An engine that makes no token for so long while rows wait is restarted. A server shows "
+        "no token before a whole answer: with `backend: openai` at least `row_timeout_seconds` and a minute.",
     )
     startup_seconds: float = Field(1800.0, gt=0, description="Deadline of each start of the engine.")
     engine_restarts: int = Field(20, ge=0, description="Engine restarts a worker may make in a shard.")

@@ -43,6 +43,8 @@ _PERHAPS_THE_ROW = 502
 _BUSY_ATTEMPTS = 8
 _LONGEST_WAIT = 300.0
 """Seconds; a `Retry-After` beyond this is cut to it."""
+_SAID = 500
+"""Characters of a server's own words that a message quotes."""
 _MOST_TOKENS = 100_000_000
 """More than any context holds; a part's columns hold the sum over a row's attempts."""
 _CREDENTIALS = frozenset({401, 403})
@@ -402,7 +404,7 @@ def _headers(key: str | None) -> dict[str, str]:
 def _words(response: httpx.Response, key: str | None) -> str:
     """What the server says on an error; some say the key again, and this goes into logs and tables."""
     words = _message(response)
-    return words.replace(key, "***") if key else words
+    return (words.replace(key, "***") if key else words)[:_SAID]
 
 
 def _request_body(spec: JobSpec) -> dict[str, Any]:
@@ -457,11 +459,11 @@ def _message(response: httpx.Response) -> str:
     try:
         data = response.json()
     except ValueError:
-        return response.text[:500] or response.reason_phrase
+        return response.text or response.reason_phrase
     error = data.get("error", data) if isinstance(data, dict) else data
     if isinstance(error, dict):
         error = error.get("message") or error.get("detail") or error
-    return str(error)[:500]
+    return str(error)
 
 
 def _retry_after(response: httpx.Response) -> float | None:

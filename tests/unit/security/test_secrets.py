@@ -140,6 +140,15 @@ def test_a_rows_dead_letter_does_not_say_the_key(
     assert SECRET not in message + caplog.text
 
 
+def test_a_key_across_the_end_of_what_is_quoted_is_not_said(
+    server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TEST_KEY", SECRET * 30)
+    with pytest.raises(SpecError, match="bad header") as caught:
+        _engine(f"{server}/401/401").start()
+    assert "hunter" not in str(caught.value)
+
+
 @pytest.mark.parametrize("status", [400, 401, 500, 299])
 def test_neither_the_workers_log_nor_its_files_say_the_key(
     server: str, status: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
