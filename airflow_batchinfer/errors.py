@@ -79,6 +79,10 @@ class EngineError(BatchInferError):
     """The engine could not start or cannot go on."""
 
 
+class AccessError(BatchInferError):
+    """A server takes no request of the job's, so no row is to blame: names address, answer and remedy."""
+
+
 class WorkerLostError(BatchInferError):
     """A worker is gone without a commit: killed, crashed, or reclaimed too often."""
 

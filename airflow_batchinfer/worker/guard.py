@@ -132,6 +132,7 @@ class GuardedEngine:
         Raises:
             EngineGone: the engine has died before.
             EngineDied: it failed at these requests.
+            BatchInferError: it takes no request of the job's.
         """
         if not self._waiting:
             self._pulse = time.monotonic()
@@ -140,16 +141,25 @@ class GuardedEngine:
             self._engine.submit(requests)
         except EngineDied as error:
             raise EngineGone(self._killed_why if self._killed_at is not None else str(error)) from error
+        except BatchInferError:
+            raise
         except Exception as error:
             raise EngineDied(f"{type(error).__name__}: {error}") from error
 
     def poll(self, timeout: float) -> list[Completion | RequestFailure]:
-        """What finished; only while requests are in flight. Raises `EngineDied`."""
+        """What finished; only while requests are in flight.
+
+        Raises:
+            EngineDied: the engine is dead.
+            BatchInferError: it takes no request of the job's.
+        """
         try:
             results = self._engine.poll(timeout)
             made = self._engine.tokens_made()
         except EngineDied as error:
             raise EngineDied(self._killed_why if self._killed_at is not None else str(error)) from error
+        except BatchInferError:
+            raise
         except Exception as error:
             log.exception("the engine failed")
             raise EngineDied(f"{type(error).__name__}: {error}") from error
@@ -240,7 +250,7 @@ class GuardedEngine:
         if self._stall_seconds == retry.stall_seconds:
             return f"the engine made no token for retry.stall_seconds={retry.stall_seconds:g}"
         return (
-            f"the engine gave no answer for {self._stall_seconds:g} s, although it has to give up a row after "
+            f"the engine gave no answer for {self._stall_seconds:g} s, although it gives up a row after "
             f"retry.row_timeout_seconds={retry.row_timeout_seconds:g}"
         )
 

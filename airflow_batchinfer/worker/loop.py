@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import islice
 
-from airflow_batchinfer.errors import BatchInferError, EngineError, ExitCode, SpecError
+from airflow_batchinfer.errors import AccessError, BatchInferError, EngineError, ExitCode, SpecError
 from airflow_batchinfer.outcome import Reason, outcome_of
 from airflow_batchinfer.spec import JobSpec
 from airflow_batchinfer.worker.admission import Admission
@@ -172,7 +172,7 @@ class Loop:
         for attempt in itertools.count(1):
             try:
                 return self._start_engine()
-            except (EngineError, SpecError) as error:
+            except (AccessError, EngineError, SpecError) as error:
                 self._engine.bury()
                 if attempt >= self._retry.restart_attempts:
                     raise EngineError(

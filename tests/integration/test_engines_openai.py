@@ -381,12 +381,12 @@ def test_a_request_that_hangs_is_given_up_and_those_that_wait_for_their_turn_are
         completed(answers)
 
 
-def test_a_refused_key_ends_the_engine() -> None:
-    with busy((401, {})) as server:
+def test_a_key_that_is_refused_also_without_a_rows_text_is_no_rows_fault() -> None:
+    with busy((401, {}), (401, {})) as server:
         spec = served(server.base_url)
         with started(spec) as engine:
             engine.submit(requests(spec, TEXTS[:1], takes_tokens=False))
-            with pytest.raises(EngineDied, match="401"):
+            with pytest.raises(SpecError, match=r"model\.api_key_env: .* 401: refused"):
                 engine.poll(PATIENCE_SECONDS)
 
 

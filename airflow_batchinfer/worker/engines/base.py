@@ -116,7 +116,11 @@ class Engine(Protocol):
     def poll(self, timeout: float) -> list[Completion | RequestFailure]:
         """What finished since the last call; waits up to `timeout` seconds for something.
 
-        Each submitted request comes back exactly once, unless it is aborted. Raises `EngineDied`.
+        Each submitted request comes back exactly once, unless it is aborted.
+
+        Raises:
+            EngineDied: it is dead; a request in flight may be to blame.
+            SpecError, AccessError: it takes no request of the job's, and that is no request's fault.
         """
         ...
 

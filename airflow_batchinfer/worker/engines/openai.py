@@ -4,6 +4,7 @@ Requests run in an event loop of their own thread. How many are open at once fol
 one for each round that goes well, down by half on 429 and 5xx, and nothing is sent before the time a
 `Retry-After` names. A server that is busy or away costs no row an attempt; one that stays away ends
 the engine. A row that brings down what is behind the server's proxy, while others go well, waits alone.
+An answer that may be meant for the whole job, such as 403, is the row's only if a later request goes well.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any, TypeVar
 
 import httpx
 
-from airflow_batchinfer.errors import EngineError, SpecError
+from airflow_batchinfer.errors import AccessError, BatchInferError, EngineError, SpecError
 from airflow_batchinfer.outcome import Reason
 from airflow_batchinfer.spec import ChoiceTask, EmbedTask, JobSpec, JsonTask, RegexTask
 from airflow_batchinfer.worker.engines.base import Completion, EngineDied, EngineInfo, Request, RequestFailure
@@ -48,6 +49,16 @@ _SAID = 500
 _MOST_TOKENS = 100_000_000
 """More than any context holds; a part's columns hold the sum over a row's attempts."""
 _CREDENTIALS = frozenset({401, 403})
+_PASSING = frozenset({408, 409, 425, 429})
+"""With 5xx: says that the same request may go well later."""
+_THE_ROWS = frozenset({400, 413, 422})
+"""Says what is wrong with one request. What is left, and no success, may be meant for all of the job's."""
+_REMEDIES = {
+    401: "see that the key in model.api_key_env is still good",
+    402: "see the account's balance",
+    403: "see what the key in model.api_key_env may do",
+}
+_OTHER_REMEDY = "see that model.base_url and model.name are right, and that the server is up"
 _ABOUT_COUNTING = frozenset({"max_model_len", "tokenizer_revision"})
 """Arguments under `model.engine` that say how prompts are counted here: no field of a request."""
 _LENGTH_FIELDS = ("max_tokens", "max_completion_tokens")
@@ -62,9 +73,10 @@ class OpenAIEngine:
     def __init__(self, spec: JobSpec) -> None:
         self._spec = spec
         self._body = _request_body(spec)
-        self._answers: queue.SimpleQueue[Answer | EngineDied] = queue.SimpleQueue()
-        self._died: EngineDied | None = None
+        self._answers: queue.SimpleQueue[Answer | EngineDied | BatchInferError] = queue.SimpleQueue()
+        self._died: EngineDied | BatchInferError | None = None
         self._tokens_made = 0
+        """And one for each answer, whatever it says."""
         self._waits = 0
         """Polls while nothing was sent because the server had asked for it, which is no stall."""
         self._running: _Loop | None = None
@@ -97,7 +109,7 @@ class OpenAIEngine:
         with contextlib.suppress(queue.Empty):
             answer = self._answers.get(timeout=timeout)
             while True:
-                if isinstance(answer, EngineDied):
+                if isinstance(answer, EngineDied | BatchInferError):
                     self._died = answer
                     break
                 answers.append(answer)
@@ -136,11 +148,15 @@ class OpenAIEngine:
 
         Raises:
             SpecError: the server refuses the key, the model or the schema.
+            AccessError: it takes no request of the job's.
             EngineError: it answers with an error.
         """
         most = self._spec.model.max_concurrency
         self._limit = AdaptiveLimit(first=min(_FIRST_CONCURRENCY, most), most=most)
         self._away_since: float | None = None
+        self._accepted = 0.0
+        """When the newest of the requests that went well was sent (monotonic)."""
+        self._checking = asyncio.Lock()
         self._client = httpx.AsyncClient(
             base_url=self._base_url + "/",
             headers=_headers(self._key),
@@ -164,25 +180,57 @@ class OpenAIEngine:
         """One request for one token, so that a schema the server cannot compile ends the job at once."""
         if not isinstance(self._spec.task, (ChoiceTask, JsonTask, RegexTask)):
             return
-        one_token = {name: 1 for name in _LENGTH_FIELDS if name in self._body}
-        messages = [{"role": "user", "content": "?"}]
-        response = await self._client.post(
-            "chat/completions", json={**self._body, **one_token, "messages": messages}
-        )
+        response = await self._probe(chat=self._spec.prompt.chat)
         if response.status_code in (400, 422):
             field = {"choice": "labels", "json": "schema", "regex": "pattern"}[self._spec.task.type]
             raise SpecError(f"task.{field}: the server refuses it: {self._words(response)}")
 
+    async def _probe(self, *, chat: bool) -> httpx.Response:
+        """One request for one token, that is no row's: what the server says to it is meant for the job.
+
+        Raises:
+            SpecError: the server refuses the key, which has never worked here.
+            AccessError: it takes no request of the job's, for now at least.
+        """
+        messages = [{"role": "user", "content": "?"}]
+        path, body = self._endpoint(Request("", 0, messages=messages) if chat else Request("", 0, text="?"))
+        one_token = {name: 1 for name in _LENGTH_FIELDS if name in self._body}
+        started = time.monotonic()
+        response = await self._client.post(path, json=body | one_token)
+        self._tokens_made += 1
+        status, url = response.status_code, f"{self._base_url}/{path}"
+        if status == 200:
+            self._accepted = started
+        if not _may_mean_the_job(status):
+            return response
+        if status in _CREDENTIALS and not self._accepted:
+            raise SpecError(f"model.api_key_env: {url} refuses the key: {status}: {self._words(response)}")
+        remedy = _REMEDIES.get(status, _OTHER_REMEDY)
+        raise AccessError(f"{url} takes no request of this job: {status}: {self._words(response)}; {remedy}")
+
+    async def _check_access(self, started: float, *, chat: bool) -> None:
+        """After an answer that may be meant for the job: see if one that was sent after `started` goes well.
+
+        Raises:
+            SpecError, AccessError: none does; see `_probe`.
+        """
+        async with self._checking:  # one probe speaks for all that wait
+            if self._accepted <= started:
+                await self._probe(chat=chat)
+
     async def _answer(self, request: Request) -> None:
         """Get one request's answer into the queue, whatever comes."""
         try:
-            answer: Answer | EngineDied = await self._ask(request)
+            answer: Answer | EngineDied | BatchInferError = await self._ask(request)
+        except BatchInferError as error:
+            answer = error
         except Exception as error:  # a bug here, or a server that breaks its protocol, costs one row
             text = f"{type(error).__name__}: {error}"
             answer = RequestFailure(request.key, Reason.ENGINE_ERROR, text, transient=True)
         self._answers.put(answer)
 
     async def _ask(self, request: Request) -> Answer | EngineDied:
+        """Ask until there is an answer. Raises `SpecError`, `AccessError`: no request will get one."""
         path, body = self._endpoint(request)
         limit = self._spec.retry.row_timeout_seconds
         busy = 0
@@ -211,14 +259,18 @@ class OpenAIEngine:
                     text = f"{self._base_url}: {type(error).__name__} {error}"
                     return RequestFailure(request.key, Reason.ENGINE_ERROR, text, transient=True)
                 self._away_since = None
+                self._tokens_made += 1
                 if response.status_code == 200:
                     self._limit.went_well()
+                    self._accepted = max(self._accepted, started)
                     return self._completion(request.key, response.json())
                 status, wait = response.status_code, _retry_after(response)
                 again = status == _PERHAPS_THE_ROW and wait is None and busy > 0
                 row = again and self._limit.went_well_since(started)
                 if not row and (status == 429 or status >= 500):
                     self._limit.went_badly(started)
+                if _may_mean_the_job(status):
+                    await self._check_access(started, chat=request.messages is not None)
                 if status not in _BUSY or busy >= _BUSY_ATTEMPTS:
                     return self._refusal(request.key, response, wait)
                 pause = wait if wait is not None else min(2.0**busy, 30.0)
@@ -243,7 +295,7 @@ class OpenAIEngine:
     def _completion(self, key: str, answer: dict[str, Any]) -> Answer:
         usage = answer.get("usage") or {}
         prompt_tokens, output_tokens = _count(usage, "prompt_tokens"), _count(usage, "completion_tokens")
-        self._tokens_made += prompt_tokens + output_tokens + 1
+        self._tokens_made += prompt_tokens + output_tokens
         if isinstance(self._spec.task, EmbedTask):
             vector = _vector(answer["data"][0]["embedding"])
             if self._spec.task.normalize:
@@ -271,12 +323,12 @@ class OpenAIEngine:
             cached_tokens=_count(usage.get("prompt_tokens_details") or {}, "cached_tokens"),
         )
 
-    def _refusal(self, key: str, response: httpx.Response, wait: float | None) -> Answer | EngineDied:
+    def _refusal(self, key: str, response: httpx.Response, wait: float | None) -> RequestFailure:
         status, text = response.status_code, self._words(response)
-        if status in _CREDENTIALS or status == 404:
-            return EngineDied(f"{self._base_url}: {status}: {text}")
         message = f"the server answered {status}: {text}"
-        if status in (408, 409, 425, 429) or status >= 500:
+        if _may_mean_the_job(status):
+            return RequestFailure(key, Reason.ENGINE_REFUSED, message, transient=True)
+        if status in _PASSING or status >= 500:
             return RequestFailure(key, Reason.ENGINE_ERROR, message, transient=True, retry_after=wait)
         long = any(words in text for words in ("maximum context length", "maximum model length", "too long"))
         return RequestFailure(key, Reason.OVER_LONG if long else Reason.ENGINE_REFUSED, message)
@@ -390,6 +442,11 @@ def _server_errors(base_url: str) -> Iterator[None]:
         raise EngineError(
             f"model.base_url: {base_url} does not speak OpenAI's API: {type(error).__name__}: {error}"
         ) from error
+
+
+def _may_mean_the_job(status: int) -> bool:
+    """Whether an answer may be one to the job's key, address or account, whatever the request."""
+    return status != 200 and status < 500 and status not in _PASSING | _THE_ROWS
 
 
 def _base_url(spec: JobSpec) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import re
 import threading
 import time
@@ -81,14 +83,16 @@ NO_VECTORS = {
 
 
 @pytest.fixture
-def serve() -> Iterator[Callable[[dict[str, bytes], bytes], str]]:
+def serve() -> Iterator[Callable[..., str]]:
     """Start a server: `<<name>>` in a prompt gets the reply of that name, every other prompt the good one.
 
-    `<<slow>>` gets the good one too, a second late.
+    `<<slow>>` gets the good one too, a second late. After `lasts` requests every one gets `then`.
     """
     running: list[ThreadingHTTPServer] = []
 
-    def start(replies: dict[str, bytes], good: bytes) -> str:
+    def start(replies: dict[str, bytes], good: bytes, then: bytes = b"", lasts: float = math.inf) -> str:
+        came = itertools.count(1)
+
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 self.wfile.write(reply(b"", status=404))
@@ -98,7 +102,8 @@ def serve() -> Iterator[Callable[[dict[str, bytes], bytes], str]]:
                 asked = re.search("<<(.*?)>>", body)
                 if asked and asked[1] == "slow":
                     time.sleep(1.0)
-                self.wfile.write(replies.get(asked[1], good) if asked else good)
+                answer = replies.get(asked[1], good) if asked else good
+                self.wfile.write(answer if next(came) <= lasts else then)
                 self.close_connection = True
 
             def log_message(self, *_: Any) -> None:
@@ -157,6 +162,49 @@ def test_what_is_no_vector_costs_its_row(run: Run, serve: Any) -> None:
     for name, result in results.items():
         assert result["outcome"] in ("failed", "invalid"), name
         assert result["message"], name
+
+
+@pytest.mark.parametrize("status", [307, 402, 403, 404, 405])
+def test_a_refusal_that_only_one_row_gets_is_its_own(run: Run, serve: Any, status: int) -> None:
+    refused = reply(b"your text is not wanted", status=status)
+    result = _results(run, serve({"wall": refused}, reply(chat())), ["wall"])["wall"]
+    assert (result["outcome"], result["reason"], result["attempts"]) == ("failed", "engine_refused", 2)
+    assert f"the server answered {status}: your text is not wanted" in result["message"]
+    assert run.progress().engine_restarts == 0
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "said"),
+    [
+        (401, ExitCode.BAD_SPEC, "model.api_key_env: "),
+        (403, ExitCode.BAD_SPEC, "model.api_key_env: "),
+        (402, ExitCode.ENGINE_FAILED, "see the account's balance"),
+        (404, ExitCode.ENGINE_FAILED, "see that model.base_url and model.name are right"),
+    ],
+)
+def test_a_server_that_refuses_all_requests_ends_the_worker_and_no_row_is_to_blame(
+    run: Run, serve: Any, status: int, code: ExitCode, said: str
+) -> None:
+    model = {"name": "m", "backend": "openai", "base_url": serve({}, reply(b"go away", status=status))}
+    run.plan(texts(60), model=model)
+    for _ in range(3):
+        found, last = run.work()
+        assert found == code
+        assert said in last
+        assert f"{status}: go away" in last
+    assert run.durable() == set()
+    assert run.files("suspects.json") == []
+    assert run.progress().engine_restarts == 0
+
+
+def test_a_key_that_stops_working_ends_the_worker_and_what_is_done_stays(run: Run, serve: Any) -> None:
+    address = serve({}, reply(chat()), reply(b"expired", status=401), 25)
+    run.plan(texts(60), model={"name": "m", "backend": "openai", "base_url": address})
+    code, said = run.work()
+    assert code == ExitCode.ENGINE_FAILED, "it has worked, so it may do so again"
+    assert "401: expired; see that the key in model.api_key_env is still good" in said
+    assert len(run.durable()) == 25
+    assert run.files("suspects.json") == []
 
 
 def test_a_server_that_takes_its_time_for_an_answer_does_not_stall(run: Run, serve: Any) -> None:
