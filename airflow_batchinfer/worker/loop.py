@@ -32,7 +32,7 @@ from airflow_batchinfer.worker.poison import Search
 from airflow_batchinfer.worker.prepare import Block, Preparation
 from airflow_batchinfer.worker.progress import State
 from airflow_batchinfer.worker.suspects import Announcer
-from airflow_batchinfer.worker.work import DEATHS_TO_ISOLATE, Piece, Row, ShardRun, result_of
+from airflow_batchinfer.worker.work import DEATHS_ALONE, DEATHS_TO_ISOLATE, Piece, Row, ShardRun, result_of
 
 log = logging.getLogger(__name__)
 
@@ -467,7 +467,7 @@ class Loop:
         self._restart_engine()
 
     def _investigate(self, suspects: list[Row], cause: str, stalled: bool) -> None:
-        search = self._search or Search(suspects[:0])
+        search = self._search or Search()
         culprit, freed = search.died(suspects)
         self._admission.release(freed)
         self._group = []
@@ -483,7 +483,7 @@ class Loop:
                 culprit,
                 Reason.ENGINE_KILLED,
                 message=f"the engine died {culprit.deaths} times with this row in flight, "
-                f"at last with no other row beside it: {cause}",
+                f"{DEATHS_ALONE} of them with no other row beside it: {cause}",
             )
         # The deaths are explained: whoever else was there goes with the rest again.
         self._admission.add(self._isolated)

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 
-from airflow_batchinfer.worker.work import DEATHS_TO_ISOLATE, Row
+from airflow_batchinfer.worker.work import DEATHS_ALONE, Row
 
 
 class Search:
-    """One search among rows of which at least one is thought to kill.
+    """One search among rows of which one is thought to kill.
 
     `group` runs with nothing else in the engine. Whoever runs it says what came of it: `survived`, or
     `died` with the rows that were in flight. Each death halves the suspects, so a search among n rows
-    ends after at most ceil(log2 n) + 1 deaths, the last of them with one row alone.
+    ends after at most ceil(log2 n) + `DEATHS_ALONE` deaths, the last ones with one row alone.
     """
 
-    def __init__(self, suspects: Sequence[Row]) -> None:
-        """Begin with `suspects`, at least one."""
+    def __init__(self, suspects: Sequence[Row] = ()) -> None:
+        """Begin with `suspects`, or with those of the first death."""
         self._groups: deque[list[Row]] = deque()
+        self._deaths_alone: Counter[Row] = Counter()
         self._split(list(suspects))
 
     @property
@@ -37,14 +38,16 @@ class Search:
         """The engine died with `suspects` of the group in flight.
 
         Returns:
-            The culprit, if it stood alone and has died before, and the rows that are free to go: those
-            that had no part in this death.
+            The culprit, if it has stood alone at `DEATHS_ALONE` deaths, and the rows that are free to go:
+            those that had no part in this death.
         """
         held = {id(row) for row in suspects}
         freed = [row for group in self._groups for row in group if id(row) not in held and not row.finished]
         self._groups.clear()
-        if len(suspects) == 1 and suspects[0].deaths >= DEATHS_TO_ISOLATE:
-            return suspects[0], freed
+        if len(suspects) == 1:
+            self._deaths_alone.update(suspects)
+            if self._deaths_alone[suspects[0]] >= DEATHS_ALONE:
+                return suspects[0], freed
         if suspects:
             self._split(list(suspects))
         return None, freed

@@ -28,11 +28,9 @@ from airflow_batchinfer.run.progress import Progress, silent_after
 from airflow_batchinfer.store import Store
 from airflow_batchinfer.worker.processes import is_gone
 from airflow_batchinfer.worker.retrying import with_retries
+from airflow_batchinfer.worker.work import DEATHS_ALONE
 
 log = logging.getLogger(__name__)
-
-DEATHS_ALONE = 2
-"""Deaths of workers that convict a row, it alone in the engine. One may be a node that vanished just then."""
 
 
 class Suspects(Document):

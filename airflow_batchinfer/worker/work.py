@@ -16,6 +16,9 @@ from airflow_batchinfer.worker.resume import Resumed
 DEATHS_TO_ISOLATE = 2
 """Deaths after which a row runs apart from others; a single one may be a node that went away."""
 
+DEATHS_ALONE = 2
+"""Deaths that convict a row, it alone in the engine. One may have come from outside just then."""
+
 
 class Result(NamedTuple):
     """A row with its outcome: one line of a part, in the order of `PART_SCHEMA`."""

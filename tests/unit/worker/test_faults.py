@@ -23,7 +23,7 @@ def test_a_row_that_kills_the_engine_is_found_and_the_rest_succeeds(run: Run) ->
     assert results[77]["reason"] == "engine_killed"
     assert "exited with code 9" in results[77]["message"] or "ended with code 9" in results[77]["message"]
     assert "no other row beside it" in results[77]["message"]
-    assert run.progress().engine_restarts <= math.ceil(math.log2(in_flight)) + 2
+    assert run.progress().engine_restarts <= math.ceil(math.log2(in_flight)) + 3
     assert_sums(run.commit())
 
 
@@ -43,7 +43,7 @@ def test_two_rows_that_kill_are_both_found(run: Run) -> None:
     run.plan(texts(60, {5: "<<die>>", 6: "<<die>>"}), engine="DyingEngine", options=options)
     assert run.work()[0] == ExitCode.COMMITTED
     assert run.outcomes() == {"succeeded": 58, "poisoned": 2}
-    assert run.progress().engine_restarts <= 2 * (4 + 2)
+    assert run.progress().engine_restarts <= 2 * (4 + 3)
 
 
 def test_a_row_that_kills_the_whole_worker_is_found_by_its_successors(run: Run) -> None:
@@ -75,6 +75,15 @@ def test_one_kill_from_outside_makes_nobody_a_suspect(run: Run) -> None:
     assert len(run.files("suspects.json")) == 1
     assert run.work()[0] == ExitCode.COMMITTED
     assert run.outcomes() == {"succeeded": 60}
+
+
+def test_one_death_of_the_engine_convicts_no_row_that_a_worker_died_with_before(run: Run) -> None:
+    options = {"starts_log": str(run.folder / "starts")}
+    run.plan(texts(1, {0: "<<hang 2>>"}), engine="FaultyEngine", options=options, retry={"stall_seconds": 1.0})
+    run.kill_when(run.start(), lambda: bool(run.files("suspects.json")))
+    assert run.work()[0] == ExitCode.COMMITTED
+    assert run.outcomes() == {"succeeded": 1}
+    assert run.progress().engine_restarts == 1
 
 
 def test_an_engine_that_dies_too_often_ends_the_worker_and_what_is_done_stays(run: Run) -> None:
@@ -141,7 +150,7 @@ def test_a_row_that_stalls_the_engine_is_found_and_the_rest_succeeds(run: Run) -
     result = run.results()[9]
     assert result["reason"] == "timed_out"
     assert "retry.stall_seconds=0.4" in result["message"]
-    assert run.progress().engine_restarts <= 3 + 2
+    assert run.progress().engine_restarts <= 3 + 3
 
 
 def test_an_engine_with_nothing_to_do_is_not_taken_for_stalled(run: Run) -> None:

@@ -122,7 +122,7 @@ def test_a_search_finds_the_culprit_within_its_bound(count: int, seed: int) -> N
         freed += more
     assert found is culprit
     assert not search.group
-    assert deaths <= math.ceil(math.log2(count)) + 2
+    assert deaths <= math.ceil(math.log2(count)) + 3
     assert all(r.finished or r in freed or r is culprit for r in rows)
 
 
@@ -138,12 +138,14 @@ def test_a_death_that_does_not_repeat_convicts_nobody() -> None:
     assert sorted(r.row_id for r in seen) == list(range(10))
 
 
-def test_one_death_alone_is_no_proof() -> None:
+@pytest.mark.parametrize("deaths", [1, 2, 5])
+def test_one_death_alone_is_no_proof_however_many_came_before(deaths: int) -> None:
     alone = row(1)
-    alone.deaths = 1
-    search = Search([])
+    alone.deaths = deaths
+    search = Search()
     assert search.died([alone]) == (None, [])
     assert search.group == [alone]
+    assert search.died([alone]) == (alone, [])
 
 
 # Admission
