@@ -453,9 +453,9 @@ class Loop:
                 raise EngineError(f"{cause}; {error}") from error
         if self._control.leaving:
             return
-        for shard in self._open:
-            self._flush(shard)  # a start may take long, and the node may be the next to go
         self._investigate(suspects, cause, stalled)
+        for shard in self._open:
+            self._flush(shard)  # the verdict too: a start may take long, and the node may be the next to go
         if not any(not shard.complete for shard in self._open):
             return
         if self._restarts_left <= 0:

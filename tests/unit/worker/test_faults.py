@@ -291,6 +291,16 @@ def test_a_restart_that_fails_is_tried_again(run: Run, error: str) -> None:
     assert log.read_text().split().count("start") == run.progress().engine_restarts + 1 == 4
 
 
+def test_a_verdict_is_durable_before_the_engine_is_back(run: Run) -> None:
+    options = {"max_in_flight": 1, "starts_log": str(run.folder / "starts"), "failing_starts": [3]}
+    run.plan(texts(3, {0: "<<die>>"}), engine="DyingEngine", options=options, retry={"backoff_seconds": 60})
+    worker = run.start()
+    run.wait_until(lambda: 0 in run.durable(), worker, patience=40)
+    worker.kill()
+    assert run.work()[0] == ExitCode.COMMITTED
+    assert run.outcomes() == {"succeeded": 2, "poisoned": 1}
+
+
 def test_a_restart_that_keeps_failing_ends_the_worker_and_what_is_done_stays(run: Run) -> None:
     log = run.folder / "starts"
     run.plan(
