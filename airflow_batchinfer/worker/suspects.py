@@ -103,11 +103,12 @@ def _has_died(store: Store, layout: RunLayout, suspects: Suspects, interval: flo
     key = layout.progress(suspects.shard, suspects.epoch)
     try:
         return Progress.read(store, key).is_silent(interval)
-    except FileNotFoundError:
-        return True
+    except FileNotFoundError:  # the first may be yet to come
+        key = layout.suspects(suspects.shard, suspects.epoch)
     except UnreadableError:  # whoever writes it may be alive all the same
-        info = store.info(key)
-        return info is None or time.time() - info.modified > silent_after(interval)
+        pass
+    info = store.info(key)
+    return info is None or time.time() - info.modified > silent_after(interval)
 
 
 class Announcer:

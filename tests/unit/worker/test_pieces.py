@@ -608,6 +608,17 @@ def test_what_cannot_be_read_of_earlier_attempts_convicts_nobody(tmp_path: Path)
     assert list(earlier_deaths(store, layout, 0, "mine", (), 5.0).culprits) == [3]
 
 
+def test_an_attempt_that_has_yet_to_write_its_progress_is_not_dead(tmp_path: Path) -> None:
+    store, layout = LocalStore(tmp_path), RunLayout("job/runs/r")
+    for epoch in ("a", "b"):
+        made = Suspects(shard=0, epoch=epoch, worker="another-host:1:2:3", apart=True, rows=[3])
+        made.write(store, layout.suspects(0, epoch))
+    assert earlier_deaths(store, layout, 0, "mine", (), 5.0).culprits == {}
+    for epoch in ("a", "b"):
+        os.utime(tmp_path / layout.suspects(0, epoch), (0, 0))
+    assert list(earlier_deaths(store, layout, 0, "mine", (), 5.0).culprits) == [3]
+
+
 def test_an_announcer_that_fails_in_any_way_says_so(tmp_path: Path) -> None:
     announcer = Announcer(LocalStore(tmp_path), {}.__getitem__, "me")
     announcer.announce({7: [1]}, apart=False)
