@@ -10,7 +10,7 @@ from jsonschema.validators import validator_for
 from referencing import Registry
 from referencing.exceptions import Unresolvable
 
-from airflow_batchinfer.conformance.patterns import PATTERN_FORMAT, matches, with_limit
+from airflow_batchinfer.conformance.patterns import PATTERN_FORMAT, matches, unlimited, with_limit
 from airflow_batchinfer.errors import SpecError
 from airflow_batchinfer.spec import ChoiceTask, JsonTask, RegexTask
 
@@ -48,6 +48,8 @@ def _json(schema: dict[str, object]) -> FaultOf:
         raise SpecError(f"task.schema: {error.json_path}: {error.message}") from error
     # Its dialect is chosen: told again, it would be looked up at each `$ref`, and found without our limit.
     schema = {name: value for name, value in schema.items() if name != "$schema"}
+    if (fault := unlimited(schema)) is not None:
+        raise SpecError(f"task.schema: {fault}")
     # An empty registry: a `$ref` to a web address is an error, never a download.
     validator = with_limit(validator_class)(schema, registry=Registry())
 

@@ -91,3 +91,24 @@ def with_limit(validator_class: type[Validator]) -> type[Validator]:
     }
     limited: type[Validator] = extend(validator_class, keywords)  # type: ignore[no-untyped-call]
     return limited
+
+
+def unlimited(schema: Mapping[str, Any]) -> str | None:
+    """What in a schema, the `$schema` at its top aside, gets round `with_limit`; none if nothing does."""
+    objects = list(_objects(schema))
+    if any(isinstance(each.get("$schema"), str) for each in objects):
+        # jsonschema then takes its own validator for that dialect.
+        return "a `$schema` below the top cannot be followed; leave it out"
+    if {"unevaluatedProperties", "patternProperties"} <= {name for each in objects for name in each}:
+        # jsonschema looks for what was evaluated without asking the keywords' functions.
+        return "`patternProperties` cannot be used with `unevaluatedProperties`; use `additionalProperties`"
+    return None
+
+
+def _objects(value: object) -> Iterator[Mapping[str, Any]]:
+    """All JSON objects within a value, itself included."""
+    if isinstance(value, Mapping):
+        yield value
+        value = list(value.values())
+    for each in value if isinstance(value, list) else ():
+        yield from _objects(each)

@@ -79,7 +79,9 @@ def test_one_kill_from_outside_makes_nobody_a_suspect(run: Run) -> None:
 
 def test_one_death_of_the_engine_convicts_no_row_that_a_worker_died_with_before(run: Run) -> None:
     options = {"starts_log": str(run.folder / "starts")}
-    run.plan(texts(1, {0: "<<hang 2>>"}), engine="FaultyEngine", options=options, retry={"stall_seconds": 1.0})
+    run.plan(
+        texts(1, {0: "<<hang 2>>"}), engine="FaultyEngine", options=options, retry={"stall_seconds": 1.0}
+    )
     run.kill_when(run.start(), lambda: bool(run.files("suspects.json")))
     assert run.work()[0] == ExitCode.COMMITTED
     assert run.outcomes() == {"succeeded": 1}

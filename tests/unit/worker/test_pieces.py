@@ -360,6 +360,34 @@ def test_a_schema_that_is_none_is_a_spec_error_and_a_reference_is_never_fetched(
     assert judged(outside, "{}")[1] is Reason.INVALID_OUTPUT
 
 
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        ({"unevaluatedProperties": False, "patternProperties": {"^x": {}}}, "use `additionalProperties`"),
+        (
+            {"unevaluatedProperties": False, "allOf": [{"patternProperties": {"^x": {}}}]},
+            "use `additionalProperties`",
+        ),
+        (
+            {"$defs": {"a": {"$schema": "https://json-schema.org/draft/2020-12/schema", "pattern": "x"}}},
+            "a `$schema` below the top",
+        ),
+    ],
+)
+def test_a_schema_whose_patterns_would_have_no_limit_is_a_spec_error(
+    schema: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(SpecError, match=r"task\.schema: ") as caught:
+        output_judge(job(Path("s"), task={"type": "json", "schema": schema}))
+    assert said in str(caught.value)
+
+
+def test_a_property_may_have_the_name_of_a_keyword() -> None:
+    properties = {"$schema": {"type": "string"}, "unevaluatedProperties": {"type": "integer"}}
+    task = {"type": "json", "schema": {"properties": properties, "unevaluatedProperties": False}}
+    assert judged(task, '{"$schema": "x", "unevaluatedProperties": 1}')[1] is None
+
+
 @pytest.mark.parametrize("dialect", ["http://json-schema.org/draft-07/schema#", None])
 @pytest.mark.parametrize(
     "schema", [{"properties": {"a": {"pattern": "a{e"}}}, {"patternProperties": {"a{e": {}}}]
