@@ -71,11 +71,13 @@ def run_worker(settings: Settings, say: Callable[[str], None]) -> ExitCode:
     store = open_store(settings.store, settings.store_options)
     plan = _plan(store, settings.folder)
     layout = RunLayout(plan.folder)
-    planned = [
-        shard
-        for shard in _planned(plan, settings.shards)
-        if sound_commit(store, layout, shard.shard, plan.fingerprint) is None
-    ]
+    planned = []
+    for shard in _planned(plan, settings.shards):
+        for received in signals.received():  # no watchdog heeds them yet, and each shard's look may take long
+            say(f"told to leave by {received.name}")
+            return ExitCode.RECLAIMED
+        if sound_commit(store, layout, shard.shard, plan.fingerprint) is None:
+            planned.append(shard)
     if not planned:
         log.info("every shard has its commit already")
         return ExitCode.COMMITTED

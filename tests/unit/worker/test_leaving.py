@@ -76,6 +76,27 @@ def test_sigterm_while_the_engine_starts(run: Run) -> None:
     assert run.end_of(worker)[0] == ExitCode.RECLAIMED
 
 
+INTERRUPTED = """
+import os, signal
+from airflow_batchinfer.worker import run
+from airflow_batchinfer.worker.__main__ import leave, main
+looks = []
+def look(store, layout, shard, fingerprint):
+    looks.append(shard)
+    assert looks == [0]
+    os.kill(os.getpid(), signal.SIGTERM)
+run.sound_commit = look
+leave(main())
+"""
+
+
+def test_sigterm_while_the_worker_looks_at_its_shards(run: Run) -> None:
+    run.plan(texts(4), texts(4, first=4), texts(4, first=8))
+    code, said = run.end_of(run.start("0,1,2", program=("-c", INTERRUPTED)))
+    assert (code, said) == (ExitCode.RECLAIMED, "batchinfer: told to leave by SIGTERM")
+    assert not run.files("progress.json")
+
+
 def test_the_stop_marker_drains_and_clearing_it_resumes(run: Run) -> None:
     run.plan(texts(60), options=SLOW, checkpoint=checkpoint(20))
     worker = run.start()
