@@ -28,6 +28,7 @@ from airflow_batchinfer.outcome import Reason
 from airflow_batchinfer.spec import ChoiceTask, EmbedTask, JobSpec, JsonTask, RegexTask
 from airflow_batchinfer.worker.engines.base import Completion, EngineDied, EngineInfo, Request, RequestFailure
 from airflow_batchinfer.worker.engines.concurrency import AdaptiveLimit
+from airflow_batchinfer.worker.engines.outage import Outage
 
 Answer = Completion | RequestFailure
 T = TypeVar("T")
@@ -153,7 +154,7 @@ class OpenAIEngine:
         """
         most = self._spec.model.max_concurrency
         self._limit = AdaptiveLimit(first=min(_FIRST_CONCURRENCY, most), most=most)
-        self._away_since: float | None = None
+        self._outage = Outage()
         self._accepted = 0.0
         """When the newest of the requests that went well was sent (monotonic)."""
         self._checking = asyncio.Lock()
@@ -247,8 +248,7 @@ class OpenAIEngine:
                     return RequestFailure(request.key, Reason.TIMED_OUT, text, True, retry_after=0.0)
                 except (httpx.ConnectError, httpx.ConnectTimeout) as error:
                     self._limit.went_badly(started)
-                    away = time.monotonic() - (self._away_since or started)
-                    self._away_since = self._away_since or started
+                    away = self._outage.goes_on(started)
                     if away > _AWAY_SECONDS:
                         why = f"{type(error).__name__} {error}"
                         return EngineDied(f"{self._base_url} cannot be reached for {away:.0f} s: {why}")
@@ -258,7 +258,7 @@ class OpenAIEngine:
                     self._limit.went_badly(started)
                     text = f"{self._base_url}: {type(error).__name__} {error}"
                     return RequestFailure(request.key, Reason.ENGINE_ERROR, text, transient=True)
-                self._away_since = None
+                self._outage.is_over()
                 self._tokens_made += 1
                 if response.status_code == 200:
                     self._limit.went_well()
