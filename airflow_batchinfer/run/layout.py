@@ -169,5 +169,5 @@ class RunLayout:
         return f"{self.attempt(shard, epoch)}/commit.json"
 
     def suspects(self, shard: int, epoch: str) -> str:
-        """What one attempt has in flight while it looks for a row that kills the engine."""
+        """What one attempt may have in the engine."""
         return f"{self.attempt(shard, epoch)}/suspects.json"

@@ -19,6 +19,7 @@ from airflow_batchinfer.worker.admission import Admission
 from airflow_batchinfer.worker.checkpoint import PartWriter
 from airflow_batchinfer.worker.control import Control
 from airflow_batchinfer.worker.engines.base import (
+    FINISHED,
     Completion,
     EngineDied,
     EngineInfo,
@@ -27,7 +28,7 @@ from airflow_batchinfer.worker.engines.base import (
 )
 from airflow_batchinfer.worker.guard import EngineGone, GuardedEngine
 from airflow_batchinfer.worker.line import Line
-from airflow_batchinfer.worker.outputs import FINISHED, output_judge
+from airflow_batchinfer.worker.outputs import output_judge
 from airflow_batchinfer.worker.poison import Search
 from airflow_batchinfer.worker.prepare import Block, Preparation
 from airflow_batchinfer.worker.progress import State

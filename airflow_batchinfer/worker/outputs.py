@@ -12,9 +12,6 @@ from airflow_batchinfer.outcome import Reason
 from airflow_batchinfer.spec import ChoiceTask, EmbedTask, JobSpec, JsonTask, RegexTask
 from airflow_batchinfer.worker.engines.base import Completion
 
-FINISHED = frozenset({"stop", "length"})
-"""Finish reasons of a result; any other text came from a request that was cut off."""
-
 
 class Judged(NamedTuple):
     """A completion judged: its output as it is stored, and why it is not one, if so."""
@@ -28,7 +25,7 @@ Judge = Callable[[Completion], Judged]
 
 
 def output_judge(spec: JobSpec) -> Judge:
-    """The judge of a job's completions, those with a finish reason in `FINISHED`.
+    """The judge of a job's completions, those with a finish reason in `engines.base.FINISHED`.
 
     Raises:
         SpecError: the JSON Schema is none.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from airflow_batchinfer.errors import CorruptError
-from airflow_batchinfer.outcome import Outcome, Reason, outcome_of
+from airflow_batchinfer.outcome import Reason, outcome_of
 from airflow_batchinfer.prompts.builder import Prepared, Prompt
 from airflow_batchinfer.run.commit import Tokens
 from airflow_batchinfer.run.plan import PlannedShard
@@ -171,7 +171,7 @@ def result_of(row: Row, reason: Reason | None, at: int, **values: Any) -> Result
     """A row's line in its part."""
     return Result(
         row_id=row.row_id,
-        outcome=(Outcome.SUCCEEDED if reason is None else outcome_of(reason)).value,
+        outcome=outcome_of(reason).value,
         reason=None if reason is None else reason.value,
         message=values.get("message"),
         output=values.get("output"),

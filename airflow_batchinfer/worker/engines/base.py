@@ -9,6 +9,9 @@ from typing import Protocol
 from airflow_batchinfer.outcome import Reason
 from airflow_batchinfer.spec import JobSpec
 
+FINISHED = frozenset({"stop", "length"})
+"""Finish reasons of a result. With any other (`abort`, `error`) a text is part of one, and none."""
+
 
 @dataclass(frozen=True, slots=True)
 class Request:

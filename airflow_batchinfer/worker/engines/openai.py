@@ -26,14 +26,20 @@ import httpx
 from airflow_batchinfer.errors import AccessError, BatchInferError, EngineError, SpecError
 from airflow_batchinfer.outcome import Reason
 from airflow_batchinfer.spec import ChoiceTask, EmbedTask, JobSpec, JsonTask, RegexTask
-from airflow_batchinfer.worker.engines.base import Completion, EngineDied, EngineInfo, Request, RequestFailure
+from airflow_batchinfer.worker.engines.base import (
+    FINISHED,
+    Completion,
+    EngineDied,
+    EngineInfo,
+    Request,
+    RequestFailure,
+)
 from airflow_batchinfer.worker.engines.concurrency import AdaptiveLimit
 from airflow_batchinfer.worker.engines.outage import Outage
 
 Answer = Completion | RequestFailure
 T = TypeVar("T")
 
-_ACCEPTED = frozenset({"stop", "length"})
 _AWAY_SECONDS = 30.0
 """No connection for so long: the server is gone."""
 _CONNECT_SECONDS = 10.0
@@ -303,7 +309,7 @@ class OpenAIEngine:
             return Completion(key, vector=vector, finish_reason="stop", prompt_tokens=prompt_tokens)
         choice = answer["choices"][0]
         reason = choice.get("finish_reason")
-        if reason not in _ACCEPTED:
+        if reason not in FINISHED:
             refused = reason == "content_filter"
             return RequestFailure(
                 key,

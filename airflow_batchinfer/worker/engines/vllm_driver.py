@@ -20,14 +20,12 @@ from vllm.usage.usage_lib import UsageContext
 from airflow_batchinfer.errors import SpecError
 from airflow_batchinfer.outcome import Reason
 from airflow_batchinfer.spec import ChoiceTask, JobSpec, JsonTask, RegexTask
+from airflow_batchinfer.worker.engines.base import FINISHED
 from airflow_batchinfer.worker.engines.vllm_options import engine_config
 from airflow_batchinfer.worker.engines.vllm_parameters import Parameters
 
 Result = tuple[Any, ...]
 """A `Completion`'s fields, or `(key, "failure", reason, message, transient)`: plain, so cheap to send."""
-
-_ACCEPTED = frozenset({"stop", "length"})
-"""Finishes that are results. `abort` and `error` carry partial text and are none."""
 
 _IN_FLIGHT_BATCHES = 2
 """Requests to keep in the engine, in batches of `max_num_seqs`: as fast as handing it everything."""
@@ -136,7 +134,7 @@ class VllmDriver:
             vector = output.outputs.data.float().flatten().tolist()
             return (output.request_id, None, vector, "stop", prompt_tokens, 0, output.num_cached_tokens or 0)
         answer = output.outputs[0]
-        if answer.finish_reason not in _ACCEPTED:
+        if answer.finish_reason not in FINISHED:
             return self._unfinished(output.request_id, answer.finish_reason)
         return (
             output.request_id,
