@@ -19,7 +19,8 @@ class ExitCode(IntEnum):
     BAD_INPUT = 65
     """The shard's input is missing or damaged (EX_DATAERR)."""
     ENGINE_FAILED = 70
-    """The engine could not start, died more often than its budget allows, or did not end (EX_SOFTWARE)."""
+    """The engine could not start, died more often than its budget allows, did not end, or takes no request of
+    the job's (EX_SOFTWARE)."""
     STORE_FAILED = 74
     """The store could not be read or written (EX_IOERR): retrying may help."""
     RECLAIMED = 75

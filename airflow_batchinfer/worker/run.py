@@ -129,14 +129,14 @@ class _Worker:
 
     def run(self) -> ExitCode:
         """Run to the end, whichever it is; what was paid for is durable when this returns or raises."""
-        error: BatchInferError | None = None
+        error: Exception | None = None
         self._watchdog.start()
         self._reporter.start()
         try:
             self._reporter.look()
             if not self._control.leaving:
                 self._loop.run()
-        except BatchInferError as raised:
+        except Exception as raised:
             error = raised
         finally:
             if error is None:
@@ -149,7 +149,10 @@ class _Worker:
         # A store that fails is the better explanation of whatever else went wrong.
         error = self._writer.error or self._announcer.error or error
         if error is not None:
-            self._take_leave("failed", str(error), forget=not isinstance(error, EngineError))
+            # Rows stay named where the engine failed, and where a bug may have met one of them.
+            foreseen = isinstance(error, BatchInferError)
+            why = str(error) if foreseen else f"{type(error).__name__}: {error}"
+            self._take_leave("failed", why, forget=foreseen and not isinstance(error, EngineError))
             raise error
         code = exit_of(self._control, self._shards)
         self._take_leave(_STATES[code], self._control.message, forget=True)

@@ -371,6 +371,23 @@ def test_a_worker_held_by_its_engine_is_ended_and_what_is_done_stays(run: Run) -
     assert run.progress().state == "failed"
 
 
+WITH_A_BUG = """
+from airflow_batchinfer.worker import loop
+from airflow_batchinfer.worker.__main__ import leave, main
+loop.Loop._completed = lambda *_: 1 / 0
+leave(main())
+"""
+
+
+def test_a_bug_ends_the_worker_and_its_progress_says_so(run: Run) -> None:
+    run.plan(texts(3))
+    code, said = run.end_of(run.start(program=("-c", WITH_A_BUG)))
+    assert (code, said) == (1, "batchinfer: internal error: ZeroDivisionError: division by zero")
+    progress = run.progress()
+    assert (progress.state, progress.message) == ("failed", "ZeroDivisionError: division by zero")
+    assert run.files("suspects.json"), "one of the rows may have brought it about"
+
+
 def test_an_engine_that_does_not_exist(run: Run) -> None:
     run.plan(texts(3), engine="NoSuchEngine")
     code, said = run.work()
