@@ -17,6 +17,9 @@ _WIDTH = 700
 _HALF = 480
 _MOST_BARS = 32
 
+MOST_LABELS = 40
+"""Rows and columns of a confusion matrix: cells are their square, and a thousand labels have a million."""
+
 
 def stacked_bar(parts: Mapping[str, int]) -> Markup:
     """One bar of the whole width, a segment each (its key is its CSS class), with titles to hover."""
@@ -88,30 +91,34 @@ def timeline(stages: Sequence[Stage]) -> Markup:
 
 
 def confusion(labels: Sequence[str], matrix: Sequence[Sequence[int]]) -> Markup:
-    """True labels down, answers across; a cell is darker the larger its share of the true label."""
-    cell = 46 if len(labels) <= 12 else 28
+    """True labels down, answers across; a cell is darker the larger its share of the true label.
+
+    Of more than `MOST_LABELS` it shows those that were most often mistaken.
+    """
+    shown = _most_mistaken(matrix, MOST_LABELS)
+    cell = 46 if len(shown) <= 12 else 28
     left, top = 150, 110
     marks = [
         Markup('<text x="{}" y="12" class="dim">answered</text>').format(left),
         Markup('<text x="0" y="{}" class="dim">true label</text>').format(top - 8),
     ]
-    for j, name in enumerate(labels):
+    for j, label in enumerate(shown):
         x = left + j * cell + cell / 2
         marks.append(
             Markup('<text transform="translate({:.1f} {}) rotate(-40)">{}</text>').format(
-                x, top - 8, _short(name, 18)
+                x, top - 8, _short(labels[label], 18)
             )
         )
-    for i, name in enumerate(labels):
-        total = sum(matrix[i]) or 1
+    for i, true in enumerate(shown):
+        total = sum(matrix[true]) or 1
         y = top + i * cell
         marks.append(
             Markup('<text x="{}" y="{:.1f}" text-anchor="end">{}</text>').format(
-                left - 8, y + cell / 2 + 4, _short(name, 20)
+                left - 8, y + cell / 2 + 4, _short(labels[true], 20)
             )
         )
-        for j, other in enumerate(labels):
-            count = matrix[i][j]
+        for j, answer in enumerate(shown):
+            count = matrix[true][answer]
             share = count / total
             kind = "good" if i == j else "bad"
             marks.append(
@@ -125,7 +132,7 @@ def confusion(labels: Sequence[str], matrix: Sequence[Sequence[int]]) -> Markup:
                     cell - 2,
                     cell - 2,
                     0.06 + 0.94 * share if count else 0.04,
-                    f"true {name}, answered {other}: {count:,} ({share:.0%})",
+                    f"true {labels[true]}, answered {labels[answer]}: {count:,} ({share:.0%})",
                 )
             )
             if count:
@@ -137,8 +144,17 @@ def confusion(labels: Sequence[str], matrix: Sequence[Sequence[int]]) -> Markup:
                         f"{count:,}",
                     )
                 )
-    side = len(labels) * cell
+    side = len(shown) * cell
     return _svg(left + side + 60, top + side, marks, "Confusion matrix")
+
+
+def _most_mistaken(matrix: Sequence[Sequence[int]], most: int) -> list[int]:
+    """Indices of the labels with the most rows that were wrongly theirs or wrongly not, in order."""
+    mistakes = [
+        sum(line) + given - 2 * line[i]
+        for i, (line, given) in enumerate(zip(matrix, map(sum, zip(*matrix, strict=True)), strict=True))
+    ]
+    return sorted(sorted(range(len(matrix)), key=lambda i: -mistakes[i])[:most])
 
 
 def _merge_buckets(values: Histogram) -> list[tuple[int, int, int]]:

@@ -9,7 +9,8 @@ import pytest
 from airflow_batchinfer.errors import GateError
 from airflow_batchinfer.pipeline.gate import check_run
 from airflow_batchinfer.pipeline.pilot import judge_pilot
-from airflow_batchinfer.pipeline.report import Report, write_report
+from airflow_batchinfer.pipeline.report import Report, charts, write_report
+from airflow_batchinfer.pipeline.validate import validate
 from airflow_batchinfer.run.commit import Tokens
 from airflow_batchinfer.run.stop import set_stop
 from tests.unit.quality.runs import MadeRun, make_run, make_spec, tickets, truthful
@@ -48,6 +49,25 @@ def test_lost_tokens_were_paid_too(root: Path) -> None:
     assert report.tokens == Tokens(prompt=12 * 30, output=12 * 3, cached=12 * 10)
     assert report.tokens_lost == 507
     assert report.cost == (12 * 30 - 12 * 10 + 500) * 2 + 12 * 3 + 7
+
+
+def test_a_confusion_matrix_of_many_labels_shows_those_that_are_mistaken(root: Path) -> None:
+    labels = [f"label {i:03d}" for i in range(300)]
+    rows = [{**t, "label": labels[i]} for i, t in enumerate(tickets(300))]
+    spec = make_spec(root, task={"type": "choice", "labels": labels})
+
+    def answer(row: dict[str, Any]) -> dict[str, Any]:
+        return {"output": "label 201" if row["label"] == "label 120" else row["label"]}
+
+    run = make_run(root, rows, answer, spec=spec)
+    run.reconcile()
+    validate(run.store, run.folder)
+    write_report(run.store, run.folder)
+    html = run.store.read_bytes(run.layout.report("html")).decode()
+    assert html.count("<title>true label ") == charts.MOST_LABELS**2
+    assert "<title>true label 120, answered label 201: 1 (100%)</title>" in html
+    assert "The 40 labels that were most often mistaken, of 300; the table and report.json have all." in html
+    assert "<td>label 299</td>" in html
 
 
 def test_report_is_stored_as_returned(root: Path) -> None:
