@@ -89,7 +89,7 @@ class PromptBuilder:
             takes_tokens: whether the engine wants token ids; else messages or text.
 
         Raises:
-            SpecError: the template, the chat template or the lengths cannot work.
+            SpecError: the template, the chat template, the lengths or the over-long policy cannot work.
         """
         if tokenizer is None and (takes_tokens or spec.overlong.policy != "reject"):
             raise SpecError(

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from airflow_batchinfer.errors import SpecError
 from airflow_batchinfer.prompts.sandbox import RenderError
 from airflow_batchinfer.prompts.tokens import TextEncoder
 from airflow_batchinfer.spec import OverLongSpec
@@ -52,7 +53,15 @@ class OverLong:
             render: a row's contents; raises `RenderError`.
             encode: token ids of the prompt around some contents; raises `RenderError`.
             limit: most tokens a prompt may have.
+
+        Raises:
+            SpecError: the policy cuts texts, and the tokenizer cannot tell where their tokens are.
         """
+        if spec.policy != "reject" and not encoder.knows_spans:
+            raise SpecError(
+                f"overlong.policy: `{spec.policy}` needs a fast tokenizer (a model with tokenizer.json); use "
+                "`reject`, or name another in `model.tokenizer`"
+            )
         self._spec = spec
         self._encoder = encoder
         self._render = render

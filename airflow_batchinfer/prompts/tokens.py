@@ -153,16 +153,17 @@ class TextEncoder:
         head, cut = self._head, self._cut
         return [head + ids for ids in self._encode([text[cut:] for text in texts])]
 
+    @property
+    def knows_spans(self) -> bool:
+        """Whether it can tell where a text's tokens are: fast tokenizers can."""
+        return self._backend is not None
+
     def spans(self, text: str) -> list[tuple[int, int]]:
         """Where each token of a text begins and ends, in characters; no special tokens are added.
 
-        Raises:
-            SpecError: the tokenizer is not a fast one, and cannot tell.
+        Only of a tokenizer that `knows_spans`.
         """
-        if self._backend is None:
-            raise SpecError(
-                "overlong.policy: `truncate` and `split` need a fast tokenizer (a model with tokenizer.json)"
-            )
+        assert self._backend is not None
         offsets: list[tuple[int, int]] = self._backend.encode(text, add_special_tokens=False).offsets
         return offsets
 

@@ -158,6 +158,18 @@ def test_a_text_engine_with_a_tokenizer_gets_cut_messages(tokenizer: Any) -> Non
     assert len(message["content"]) < len(words(400))
 
 
+def test_a_slow_tokenizer_counts_and_rejects_but_a_policy_that_cuts_is_refused_at_once() -> None:
+    from transformers import ByT5Tokenizer
+
+    plain = {"prompt": {"template": "{{ text }}", "chat": False}}
+    (rejected,) = PromptBuilder(job(**plain), ByT5Tokenizer(), CONTEXT).build([{"text": words(400)}])
+    assert isinstance(rejected, Rejected)
+    for policy in ("truncate", "split"):
+        spec = job(overlong={"policy": policy, "column": "text"}, **plain)
+        with pytest.raises(SpecError, match=rf"overlong\.policy: `{policy}` needs a fast tokenizer"):
+            PromptBuilder(spec, ByT5Tokenizer(), CONTEXT)
+
+
 def test_plain_text_jobs_get_the_tokenizers_special_tokens() -> None:
     from transformers import AutoTokenizer
 
