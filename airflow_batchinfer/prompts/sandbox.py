@@ -3,7 +3,8 @@
 Jinja's own sandbox keeps templates from attributes and from changing values; it bounds neither size nor
 time. Here every value has a *weight*: the characters it is made of and eight for each item, shared parts
 counted each time. Whatever could make a heavy value is looked at before it does, and what comes out of a
-filter or a call is weighed. So no single step is long, and between steps, in each round of a loop and each
+filter or a call is weighed. A namespace can change after it was weighed, so it cannot be part of another
+value. So no single step is long, and between steps, in each round of a loop, each item of a `select` and each
 call of a macro, the clock is looked at.
 """
 
@@ -41,11 +42,15 @@ OWN_NAMES = frozenset({"range", "namespace"})
 TICK = "__batchinfer_tick"
 _JOIN = "__batchinfer_join"
 _WEIGH = "__batchinfer_weigh"
-HIDDEN_NAMES = frozenset({TICK, _JOIN, _WEIGH})
+_HOLD = "__batchinfer_hold"
+HIDDEN_NAMES = frozenset({TICK, _JOIN, _WEIGH, _HOLD})
 """Names that the sandbox itself puts into templates."""
 
 _NO_FILTERS = frozenset({"pprint", "urlize", "xmlattr"})
 """For HTML or debugging, and with outputs whose size depends on much."""
+
+_PASS_OVER = frozenset({"select", "reject", "selectattr", "rejectattr"})
+"""Filters that may look at many items and give none."""
 
 _FAR_TOO_WIDE = re.compile(r"%(\([^)]*\))?[^a-zA-Z%]*?(\*|\d{5})|\{[^{}]*:[^{}]*?(\d{5}|\{)")
 """A width of five digits or one that comes from a value, in either of Python's two ways to format."""
@@ -89,6 +94,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             TICK: None,
             _JOIN: _joined,
             _WEIGH: _weighed,
+            _HOLD: _held,
         }
         self.filters = {name: bounded(name, f) for name, f in self.filters.items() if name not in _NO_FILTERS}
 
@@ -132,6 +138,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
             _check_format(text, [*args, *kwargs.values()])
         elif isinstance(obj, BuiltinMethodType) and isinstance(own, (str, bytes, int)):
             args = _checked_call(name, own, args)
+        elif obj is Namespace:
+            weight([*args, *kwargs.values()])
         return _weighed(super().call(context, obj, *args, **kwargs), context)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
@@ -163,7 +171,7 @@ def weight(value: Any) -> int:
     """How many characters a value is made of, items counted as eight.
 
     Raises:
-        RenderError: it is too heavy or nested too deep.
+        RenderError: it is too heavy, nested too deep, or has a namespace in it.
     """
     total, level, depth = 0, [value], 0
     while level:
@@ -173,6 +181,8 @@ def weight(value: Any) -> int:
                 total += len(v)
             elif isinstance(v, int):
                 total += 1 + v.bit_length() // 3
+            elif isinstance(v, Namespace):
+                raise RenderError("a namespace cannot stand in a list, a mapping or another namespace")
             elif isinstance(v, Collection):
                 total += _ITEM_WEIGHT * len(v)
                 inner.extend(v)
@@ -192,6 +202,10 @@ class _Rewriter(NodeTransformer):
     """Puts a look at the clock into loops and macros, and a scale at whatever makes values."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802 (Jinja's name, as below)
+        if node.test is not None:
+            # No round begins for an item that fails it. The clock gives nothing, which is not true.
+            ticked = nodes.Not(_call(TICK, [], node.lineno), lineno=node.lineno)
+            node.test = nodes.And(ticked, node.test, lineno=node.lineno)
         return self._ticking(node)
 
     def visit_Macro(self, node: nodes.Macro) -> nodes.Node:  # noqa: N802
@@ -199,6 +213,13 @@ class _Rewriter(NodeTransformer):
 
     def visit_CallBlock(self, node: nodes.CallBlock) -> nodes.Node:  # noqa: N802
         return self._ticking(node)
+
+    def visit_Assign(self, node: nodes.Assign) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        if isinstance(node.target, nodes.NSRef) or node.target.find(nodes.NSRef):
+            value: Any = node.node
+            node.node = _call(_HOLD, [value], node.lineno)
+        return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
@@ -261,12 +282,24 @@ def _weighed(value: Any, context: Context | None = None) -> Any:
     return value
 
 
+def _held(value: Any) -> Any:
+    """What a namespace is about to hold."""
+    weight([value])
+    return value
+
+
 def _weighed_one_by_one(values: Iterator[Any], clock: Any) -> Iterator[Any]:
     total = 0
     for value in values:
         clock()
         total += 1 + weight(value)
         _check_weight(total)
+        yield value
+
+
+def _with_clock(values: Iterable[Any], clock: Any) -> Iterator[Any]:
+    for value in values:
+        clock()
         yield value
 
 
@@ -277,6 +310,8 @@ def bounded(name: str, inner: Callable[..., Any]) -> Callable[..., Any]:
     @pass_context
     def run(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
         value = _checked_filter(name, value, [*args, *kwargs.values()])
+        if name in _PASS_OVER and value:
+            value = _with_clock(value, context.get(TICK))
         first = {
             None: (),
             _PassArg.context: (context,),

@@ -160,10 +160,30 @@ LASTS = [
     "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
     "{% macro m(k) %}{% if k %}{{ m(k - 1) }}{{ m(k - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
     "{% for i in [[1, [2]]] recursive %}{{ loop(i) if i is iterable }}{{ loop([[1]]) }}{% endfor %}",
-    "{{ range(99999)|select('in', range(99999)|map('string')|list)|list }}",
+    "{{ range(99999)|select('in', [x] * 500000)|list }}",
+    "{{ range(99999)|reject('in', range(99999)|list)|list }}",
+    "{{ ([{'a': 1}] * 9999)|selectattr('a', 'in', [x] * 500000)|list }}",
+    "{% set l = [x] * 500000 %}{% for i in range(99999) if i in l %}{% endfor %}",
     "{% set l = range(99999)|map('string')|list %}{% for i in range(99999) %}{{ i in l }}{% endfor %}",
     "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
 ]
+
+
+HIDES = [
+    "{% set s = namespace(l=[]) %}{% set s.l = s.l + [namespace(v=x)] %}",
+    "{% set s = namespace(v=x) %}{% set s = namespace(next=s) %}",
+    "{% set s = namespace({'next': namespace()}) %}",
+    "{% set s = namespace() %}{% set s.next = s %}",
+    "{% set s = namespace() %}{% set s.next, b = [s, 1] %}",
+    "{% macro m() %}{{ varargs }}{% endmacro %}{{ m(namespace(), namespace()) }}",
+]
+"""What a namespace holds is not part of any weight: a chain or a list of them could grow past all bounds."""
+
+
+@pytest.mark.parametrize("template", HIDES)
+def test_a_namespace_is_part_of_no_other_value(template: str) -> None:
+    with pytest.raises(RenderError, match="a namespace cannot stand in"):
+        render(template)
 
 
 _SECONDS = 300.0
@@ -233,6 +253,17 @@ def test_what_does_not_end_is_ended(refusals: dict[str, str], template: str) -> 
         ("{% for i in range(3) if i %}{{ loop.index }}{{ i }}{% endfor %}", "1122"),
         ("{% macro m(a) %}<{{ a }}>{% endmacro %}{{ m(x) }}{{ 7 // 2 }}{{ 2**10 }}", "&lt;abc&gt;31024"),
         ("{{ x|replace('b', '--') }}{{ 'a\nb'|indent(2) }}{{ 1.25|round(1) }}", "a--ca\n  b1.2"),
+        (
+            "{{ items|select('eq', 'b')|list }}{{ items|reject('in', x)|list }}{{ []|select|list }}",
+            "['b'][][]",
+        ),
+        (
+            "{% set s = namespace(n=0, l=[]) %}"
+            "{% for i in items %}{% set s.n = s.n + 1 %}{% set s.l = s.l + [i] %}{% endfor %}"
+            "{% macro m(t) %}{{ t.n }}{{ t.l|join }}{% endmacro %}{{ m(s) }}",
+            "2ab",
+        ),
+        ("{% for i in items if i != 'a' %}{{ loop.length }}{{ i }}{% else %}none{% endfor %}", "1b"),
         ("{{ x if x in ['abc', 'd'] else 'no' }}{{ (1, 2)|sum }}{{ items|sort|first }}", "abc3a"),
     ],
 )
