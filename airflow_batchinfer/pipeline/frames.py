@@ -28,8 +28,12 @@ def frame_columns(spec: JobSpec) -> list[str]:
 
     A `json` answer is its text under the output column's name, and each property of the schema stands
     beside it as `output.property`. What is wrong with a `json` or `regex` answer is `output fault`. A
-    vector is its `output.length` (numbers) and `output.norm`.
+    vector is its `output.length` (numbers) and `output.norm`. A carried column of such a name is left out.
     """
+    return [*_own_columns(spec), *_carried(spec)]
+
+
+def _own_columns(spec: JobSpec) -> list[str]:
     out = spec.output.column
     if isinstance(spec.task, JsonTask):
         properties = (f"{out}.{name}" for name in spec.task.json_schema.get("properties", {}))
@@ -40,7 +44,7 @@ def frame_columns(spec: JobSpec) -> list[str]:
         answer = [f"{out}.length", f"{out}.norm"]
     else:
         answer = [out]
-    return [ROW_ID, CUSTOM_ID, *answer, *_NUMBERS, *(spec.output.carry_prefix + c for c in spec.carried)]
+    return [ROW_ID, CUSTOM_ID, *answer, *_NUMBERS]
 
 
 def fault_column(spec: JobSpec) -> str:
@@ -64,7 +68,7 @@ def build_frame(shard: ShardAnswers, columns: Collection[str], most_rows: int) -
     good = outcomes.filter(pc.equal(outcomes["outcome"], Outcome.SUCCEEDED.value))[ROW_ID].to_numpy()
     table = shard.input_rows(
         _answer_columns(spec, columns),
-        list(_carried(spec, columns).values()),
+        list(_wanted(spec, columns).values()),
         keep=sample(np.sort(good), most_rows, seed=0),
     )
     return _frame(spec, columns, table)
@@ -83,7 +87,7 @@ def all_frames(shard: ShardAnswers, columns: Collection[str], rows: int) -> Iter
     """
     assert shard.commit is not None
     spec = shard.plan.spec
-    answers, carried = _answer_columns(spec, columns), list(_carried(spec, columns).values())
+    answers, carried = _answer_columns(spec, columns), list(_wanted(spec, columns).values())
     tables: list[pa.Table] = []
     for batch in answered_rows(shard.store, shard.planned, shard.commit, carried):
         wanted = {ROW_ID: batch.row_ids, CUSTOM_ID: batch.custom_ids}
@@ -109,10 +113,16 @@ def _answer_columns(spec: JobSpec, columns: Collection[str]) -> list[str]:
     return answers
 
 
-def _carried(spec: JobSpec, columns: Collection[str]) -> dict[str, str]:
+def _carried(spec: JobSpec) -> dict[str, str]:
     """Input columns by their names among `frame_columns`."""
+    own = _own_columns(spec)
     prefixed = {spec.output.carry_prefix + c: c for c in spec.carried}
-    return {name: column for name, column in prefixed.items() if name in columns}
+    return {name: column for name, column in prefixed.items() if name not in own}
+
+
+def _wanted(spec: JobSpec, columns: Collection[str]) -> dict[str, str]:
+    """Those of `_carried` that are among the columns."""
+    return {name: column for name, column in _carried(spec).items() if name in columns}
 
 
 def _frame(spec: JobSpec, columns: Collection[str], table: pa.Table) -> pd.DataFrame:
@@ -131,7 +141,7 @@ def _frame(spec: JobSpec, columns: Collection[str], table: pa.Table) -> pd.DataF
             series |= _faults(series[out], spec, columns)
         else:
             series[name] = table[name].to_pandas()
-    for name, column in _carried(spec, columns).items():
+    for name, column in _wanted(spec, columns).items():
         series[name] = struct_field(table[CARRY], column).to_pandas()
     return pd.DataFrame(series)
 

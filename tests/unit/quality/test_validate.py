@@ -219,6 +219,24 @@ def test_json_answers_are_checked_against_schema_and_properties(root: Path) -> N
     assert next(c for c in verdict.checks if c.name == "output fault: values to be null").success
 
 
+@pytest.mark.parametrize("on_failure", ["hold", "dead_letter"])
+def test_a_carried_column_named_as_a_property_is_not_taken_for_it(root: Path, on_failure: str) -> None:
+    schema = {"type": "object", "properties": {"score": {"type": "integer"}}, "required": ["score"]}
+    own = {
+        "type": "expect_column_values_to_be_in_set",
+        "kwargs": {"column": "output.score", "value_set": [1]},
+        "on_failure": on_failure,
+    }
+    given = {"path": "tickets.parquet", "id_column": "id", "carry": ["output.score"]}
+    task = {"type": "json", "schema": schema}
+    spec = make_spec(root, input=given, task=task, validation={"expectations": [own]})
+    rows = [{**ticket, "output.score": 7} for ticket in tickets(9)]
+    run = make_run(root, rows, lambda _: {"output": '{"score": 1}'}, spec=spec)
+    run.reconcile()
+    verdict = validate(run.store, run.folder)
+    assert (verdict.success, verdict.quarantine.rows) == (True, 0)
+
+
 LETTERS = {"type": "object", "properties": {"fault": {"type": "string", "pattern": r"^\p{L}+$"}}}
 
 
