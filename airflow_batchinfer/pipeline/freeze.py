@@ -130,7 +130,7 @@ class _Freezer:
         self._scratch = scratch
         self._increment = increment
         self._columns = _Columns(PromptTemplate(spec.prompt).columns, spec.carried, spec.input.id_column)
-        self._tracked = reader.tracked or spec.incremental
+        self._tracked = bool(reader.tracked) or spec.incremental
         self._check_columns()
         columns = self._columns
         self._schema = pa.schema([(f.name, storable(f.type)) for f in map(reader.schema.field, columns.all)])
@@ -234,12 +234,12 @@ class _Freezer:
         if self._increment is not None:
             carried = pa.schema([self._schema.field(c) for c in self._columns.carried])
             kept = KeptWriter(self._increment, self._scratch, carried)
-        names = self._columns.all + ([DIGEST, CHANGE] if self._reader.tracked else [])
+        tracked_names = list(self._reader.tracked)
         first = 0
-        for batch in self._reader.batches(names):
+        for batch in self._reader.batches([*self._columns.all, *tracked_names]):
             ordinals = np.arange(first, first + batch.num_rows, dtype=np.int64)
             first += batch.num_rows
-            tracked = batch.select([DIGEST, CHANGE]) if self._reader.tracked else None
+            tracked = batch.select(tracked_names).rename_columns([DIGEST, CHANGE]) if tracked_names else None
             batch = batch.select(self._columns.all).cast(self._schema)
             ids = self._custom_ids(batch)
             if kept is not None:

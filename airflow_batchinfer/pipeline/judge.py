@@ -76,7 +76,7 @@ class AnswerReader:
     schema: pa.Schema
     warnings: list[str]
     row_ids: npt.NDArray[np.int64] | None
-    tracked = False
+    tracked: tuple[str, ...] = ()
 
     def __init__(self, store: Store, plan: Plan, judge: JudgeSpec) -> None:
         """Draw the sample, one shard in memory at a time. Raises `CorruptError`."""

@@ -68,8 +68,8 @@ class Reader(Protocol):
     """What a person should know about how it was read."""
     row_ids: npt.NDArray[np.int64] | None
     """Ids of the rows in order; none where they are ordinals: 0, 1, 2, ..."""
-    tracked: bool
-    """Whether the columns `input_digest` and `change` can be read too."""
+    tracked: tuple[str, ...]
+    """Columns that can be read too, as `input_digest` and `change`; none of most inputs."""
 
     def batches(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
         """All rows, in order, with the given columns. May be called again: the rows are the same."""
@@ -104,7 +104,7 @@ class _Files:
     """What readers of plain files share."""
 
     row_ids: npt.NDArray[np.int64] | None = None
-    tracked = False
+    tracked: tuple[str, ...] = ()
 
     def __init__(self, found: list[FoundFile], spec: InputSpec) -> None:
         self._found = found
@@ -188,7 +188,7 @@ class DeltaReader:
     """A Delta table at its newest version, which is pinned when it is opened."""
 
     row_ids: npt.NDArray[np.int64] | None = None
-    tracked = False
+    tracked: tuple[str, ...] = ()
 
     def __init__(self, found: FoundTable) -> None:
         """Raises `InputError`, `StoreError`."""

@@ -8,7 +8,7 @@ dead letters; it publishes nothing under its own name.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -179,7 +179,7 @@ class LetterReader:
     schema: pa.Schema
     warnings: list[str]
     row_ids: npt.NDArray[np.int64] | None
-    tracked: bool
+    tracked: tuple[str, ...]
 
     def __init__(self, store: Store, home: Plan, run_id: str, reasons: Sequence[str], scratch: Path) -> None:
         """Collect the rows that the replay `run_id` sends into a file in `scratch`.
@@ -187,7 +187,8 @@ class LetterReader:
         Raises `StaleLedgerError`, `CorruptError`.
         """
         self.warnings = []
-        self.tracked = home.spec.incremental
+        tracked = TRACKED_FIELDS if home.spec.incremental else ()
+        self.tracked = tuple(_unused(f.name, home.input.columns) for f in tracked)
         self._home = home
         self._path = scratch / "letters.parquet"
         self._carried = carried_schema(home)
@@ -214,7 +215,8 @@ class LetterReader:
 
     def batches(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
         """See `Reader.batches`."""
-        fields = [*self.schema, *(TRACKED_FIELDS if self.tracked else ())]
+        tracked = [f.with_name(name) for f, name in zip(TRACKED_FIELDS, self.tracked, strict=False)]
+        fields = [*self.schema, *tracked]
         wanted = pa.schema([next(f for f in fields if f.name == name) for name in columns])
         with pq.ParquetFile(self._path, pre_buffer=False) as file:
             for batch in file.iter_batches(8_192, columns=list(columns)):
@@ -230,15 +232,13 @@ class LetterReader:
         id_column = self._home.spec.input.id_column
         if id_column and id_column not in columns:
             columns[id_column] = batch.custom_ids
-        if self.tracked:
-            columns |= batch.tracked
+        columns |= {own: batch.tracked[f.name] for own, f in zip(self.tracked, TRACKED_FIELDS, strict=False)}
         return pa.record_batch(columns)
 
     def _exact(self, stored: pa.Schema) -> pa.Schema:
         """The input's own types for carried columns; tracking columns are no input."""
-        names = {f.name for f in TRACKED_FIELDS} if self.tracked else set()
         carried = {f.name: f for f in self._carried}
-        return pa.schema([carried.get(f.name, f) for f in stored if f.name not in names])
+        return pa.schema([carried.get(f.name, f) for f in stored if f.name not in self.tracked])
 
     def _planned_schema(self) -> pa.Schema:
         """For a run without a dead row: column names alone matter."""
@@ -248,6 +248,13 @@ class LetterReader:
 
     def _stored(self, schema: pa.Schema) -> pa.Schema:
         return pa.schema([f.with_type(storable(f.type)) for f in schema])
+
+
+def _unused(name: str, taken: Collection[str]) -> str:
+    """The name, or one made from it that no column of the input has."""
+    while name in taken:
+        name = f"_{name}"
+    return name
 
 
 def _wanted(batch: AnsweredBatch, reasons: Sequence[str], done: npt.NDArray[np.int64]) -> pa.Array:

@@ -193,6 +193,22 @@ def test_replayed_rows_keep_their_result(tmp_path: Path, store: Store) -> None:
     assert Counter(r["output"] for r in results(store, "two").values())["replayed"] == 5
 
 
+def test_input_columns_named_as_ours_are_replayed_as_they_are(tmp_path: Path, store: Store) -> None:
+    rows = {k: {**row, "change": f"of {k}", "input_digest": 7} for k, row in first_night().items()}
+    prompt = {"template": "{{ text }} {{ change }} {{ input_digest }}"}
+    home = night(
+        tmp_path, store, "one", rows, dead=lambda i: Reason.TIMED_OUT if i < 5 else None, prompt=prompt
+    )
+    replay = prepare_replay(store, home.folder, "again")
+    sent = frozen_rows(store, replay)
+    assert {row["row_id"]: row["input"] for row in sent} == {
+        i: {"text": f"text {i}", "change": f"of k{i}", "input_digest": 7} for i in range(5)
+    }
+    assert {row["change"] for row in sent} == {"new"}
+    publish_run(store, replay)
+    assert night(tmp_path, store, "two", rows, prompt=prompt).changes == {"unchanged": 60}
+
+
 @pytest.mark.parametrize(
     ("policy", "outputs"), [("tombstone", [None, None]), ("keep", [None, "one: text 7"])]
 )
