@@ -22,6 +22,7 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
 from airflow_batchinfer.errors import CorruptError, SpecError, UnreadableError
+from airflow_batchinfer.pipeline.duck import sql_text
 from airflow_batchinfer.pipeline.keys import SQL_DIGEST
 from airflow_batchinfer.pipeline.outputs import OutputColumns
 from airflow_batchinfer.pipeline.results import PublishedRows, newest_published
@@ -113,11 +114,12 @@ class Increment:
         self.kept_path, self.removed_path = scratch / "kept.parquet", scratch / "removed.parquet"
         connection.execute(
             f"COPY (SELECT row_id, {PRIOR_ROW_ID} FROM judged WHERE change = '{UNCHANGED}' ORDER BY row_id) "
-            f"TO '{self.kept_path}' (FORMAT parquet)"
+            f"TO {sql_text(str(self.kept_path))} (FORMAT parquet)"
         )
         connection.execute(
             f"COPY (SELECT custom_id, {PRIOR_ROW_ID} FROM prior ANTI JOIN keys ON custom_id = id_text "
-            f"WHERE NOT tombstone ORDER BY {PRIOR_ROW_ID}) TO '{self.removed_path}' (FORMAT parquet)"
+            f"WHERE NOT tombstone ORDER BY {PRIOR_ROW_ID}) "
+            f"TO {sql_text(str(self.removed_path))} (FORMAT parquet)"
         )
         self.removed = pq.read_metadata(self.removed_path).num_rows
         self._check_removed()

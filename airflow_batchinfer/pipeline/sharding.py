@@ -11,7 +11,7 @@ import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from airflow_batchinfer.pipeline.duck import scalar
+from airflow_batchinfer.pipeline.duck import scalar, sql_text
 from airflow_batchinfer.pipeline.keys import SQL_DIGEST
 from airflow_batchinfer.pipeline.pilot_rows import put_first, set_aside
 from airflow_batchinfer.spec import PilotSpec, ShardingSpec
@@ -75,7 +75,7 @@ def place_rows(
                 k.change, {_DIGEST} AS input_digest
             FROM keys k JOIN placed p ON {_SAME if sharding.dedup else "k.row_id = p.row_id"}
             ORDER BY k.row_id
-        ) TO '{path}' (FORMAT parquet, ROW_GROUP_SIZE 122880)
+        ) TO {sql_text(str(path))} (FORMAT parquet, ROW_GROUP_SIZE 122880)
         """
     )
     shards = [

@@ -19,6 +19,7 @@ from airflow_batchinfer.errors import CorruptError, SpecError
 from airflow_batchinfer.outcome import Reason
 from airflow_batchinfer.pipeline import buckets
 from airflow_batchinfer.pipeline.replay import prepare_replay
+from airflow_batchinfer.pipeline.scratch import SCRATCH_VARIABLE
 from airflow_batchinfer.pipeline.split import load_plan, newest_plan, split
 from airflow_batchinfer.pipeline.standing import standing_of
 from airflow_batchinfer.run.layout import RunLayout
@@ -103,6 +104,20 @@ def test_kept_rows_too_big_for_one_bucket(
         k: (f"one: {row['text']}", row["who"]) for k, row in rows.items()
     }
     assert pq.read_table(tmp_path / "two.parquet")["custom_id"].to_pylist() == list(reversed(rows))
+
+
+def test_scratch_files_may_stand_anywhere(
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SCRATCH_VARIABLE, str(tmp_path / "the team's [own] 100%"))
+    rows = first_night()
+    night(tmp_path, store, "one", rows)
+    del rows["k5"]
+    plan = night(
+        tmp_path, store, "two", rows, export=[{"format": "csv", "path": str(tmp_path / "{run_id}.csv")}]
+    )
+    assert plan.changes == {"unchanged": 59}
+    assert len(results(store, "two")) == 60
 
 
 def test_nothing_changed_sends_nothing(tmp_path: Path, store: Store) -> None:
