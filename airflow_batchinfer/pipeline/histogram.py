@@ -60,11 +60,6 @@ class Histogram(Document):
             maximum=max(highs, default=None),
         )
 
-    @property
-    def mean(self) -> float:
-        """The exact mean; 0 if there are no values."""
-        return self.total / self.count if self.count else 0.0
-
     def quantile(self, q: float) -> float:
         """The value below which the fraction `q` lies, to within a bucket; 0 if there are no values."""
         if not self.count or self.minimum is None or self.maximum is None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal
 
 from airflow_batchinfer.pipeline.accounting import Account
 from airflow_batchinfer.pipeline.judge_scores import JudgeScores
 from airflow_batchinfer.pipeline.labels import LabelScores
 from airflow_batchinfer.pipeline.shown import ShownRow, cut
+from airflow_batchinfer.pipeline.statistics import wilson
 from airflow_batchinfer.pipeline.verdict import Check
 from airflow_batchinfer.run.plan import Plan
 from airflow_batchinfer.spec import JobSpec
@@ -33,7 +35,38 @@ def check_limits(
         judged: what the judge said, if there is one.
     """
     letters = [] if plan.replay_of else _dead_letters(plan.spec, account, dead)
-    return [*letters, *_accuracy(plan.spec, scores), *_judge(plan.spec, judged)]
+    return [*letters, *check_accuracy(plan.spec, scores, "validation"), *_judge(plan.spec, judged)]
+
+
+def check_accuracy(
+    spec: JobSpec, scores: LabelScores | None, section: Literal["gate", "validation"]
+) -> list[Check]:
+    """The check of a section's `min_accuracy`, none if it has none.
+
+    `gate` judges the pilot, a sample, so it also says between what the run's accuracy may be.
+    """
+    limit, field = getattr(spec, section).min_accuracy, f"{section}.min_accuracy"
+    if limit is None:
+        return []
+    if scores is None:
+        observed = "no row has both an answer and a true label"
+    else:
+        observed = f"{scores.accuracy:.1%} ({scores.correct:,} of {scores.rows:,} rows"
+        if section == "gate":
+            low, high = wilson(scores.correct, scores.rows)
+            observed += f"; {low:.0%} to {high:.0%} in the run"
+        observed += ")"
+    check = Check(
+        name=f"accuracy against `{spec.input.truth}`",
+        kind=field,
+        origin="limit",
+        success=scores is not None and scores.accuracy >= limit,
+        observed=observed,
+        required=f"at least {limit:.1%} (`{field}`)",
+        checked=scores.rows if scores else 0,
+        unexpected=scores.rows - scores.correct if scores else None,
+    )
+    return [check]
 
 
 def _dead_letters(spec: JobSpec, account: Account, dead: Mapping[str, Sequence[ShownRow]]) -> Iterator[Check]:
@@ -80,24 +113,6 @@ def _limit(
             {"row_id": row.row_id, "custom_id": row.custom_id, "message": cut(row.message or "", 300)}
             for row in rows_shown[:_EXAMPLES]
         ],
-    )
-
-
-def _accuracy(spec: JobSpec, scores: LabelScores | None) -> Iterator[Check]:
-    limit = spec.validation.min_accuracy
-    if limit is None:
-        return
-    yield Check(
-        name=f"accuracy against `{spec.input.truth}`",
-        kind="validation.min_accuracy",
-        origin="limit",
-        success=scores is not None and scores.accuracy >= limit,
-        observed="no row has both an answer and a true label"
-        if scores is None
-        else f"{scores.accuracy:.1%} ({scores.correct:,} of {scores.rows:,} rows)",
-        required=f"at least {limit:.1%} (`validation.min_accuracy`)",
-        checked=scores.rows if scores else 0,
-        unexpected=scores.rows - scores.correct if scores else None,
     )
 
 

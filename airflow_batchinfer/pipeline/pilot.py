@@ -15,6 +15,7 @@ from airflow_batchinfer.pipeline.answers import ShardAnswers, shards_of
 from airflow_batchinfer.pipeline.attempts import attempts_of, paid_by
 from airflow_batchinfer.pipeline.forecast import Forecast, Interval, forecast
 from airflow_batchinfer.pipeline.labels import LabelCounter, LabelScores
+from airflow_batchinfer.pipeline.limits import check_accuracy
 from airflow_batchinfer.pipeline.profile import Profile, profile_shard
 from airflow_batchinfer.pipeline.shown import RowPicker, ShownRow, one_line
 from airflow_batchinfer.pipeline.split import load_plan
@@ -92,7 +93,7 @@ def _judge(plan: Plan, shard: ShardAnswers) -> PilotVerdict:
     expected = forecast(plan, shard)
     checks = [
         *_shares(plan.spec, profile, _most_frequent(shard)),
-        *_accuracy(plan.spec, scores),
+        *check_accuracy(plan.spec, scores, "gate"),
         *_budget(plan.spec, expected),
     ]
     attempts = attempts_of(shard.store, RunLayout(plan.folder), shard.planned.shard)
@@ -143,29 +144,6 @@ def _shares(spec: JobSpec, profile: Profile, identical: int) -> Iterator[Check]:
             checked=of,
             unexpected=count,
         )
-
-
-def _accuracy(spec: JobSpec, scores: LabelScores | None) -> Iterator[Check]:
-    limit = spec.gate.min_accuracy
-    if limit is None:
-        return
-    if scores is None:
-        observed = "no pilot row has both an answer and a true label"
-    else:
-        low, high = wilson(scores.correct, scores.rows)
-        observed = (
-            f"{scores.accuracy:.1%} ({scores.correct:,} of {scores.rows:,} rows; "
-            f"{low:.0%} to {high:.0%} in the run)"
-        )
-    yield Check(
-        name=f"accuracy against `{spec.input.truth}`",
-        kind="gate.min_accuracy",
-        origin="limit",
-        success=scores is not None and scores.accuracy >= limit,
-        observed=observed,
-        required=f"at least {limit:.1%} (`gate.min_accuracy`)",
-        checked=scores.rows if scores else 0,
-    )
 
 
 def _budget(spec: JobSpec, expected: Forecast) -> Iterator[Check]:

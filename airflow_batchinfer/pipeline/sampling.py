@@ -54,9 +54,6 @@ class RowSample:
         """The sampled row ids of each tag."""
         return {int(tag): np.sort(self._rows[self._tags == tag]) for tag in np.unique(self._tags)}
 
-    def __len__(self) -> int:
-        return len(self._rows)
-
     def first(self, count: int) -> RowSample:
         """A smaller sample of the same rows."""
         return RowSample(min(count, self.size), self.seed, self._rows[:count], self._tags[:count])

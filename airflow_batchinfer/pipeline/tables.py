@@ -16,6 +16,7 @@ from deltalake import CommitProperties, DeltaTable, Transaction, WriterPropertie
 from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundError
 
 from airflow_batchinfer.errors import BatchInferError, StoreError
+from airflow_batchinfer.pipeline.duck import sql_name, sql_text
 from airflow_batchinfer.pipeline.streams import arrow_stream
 from airflow_batchinfer.run.parquet import batch_rows
 from airflow_batchinfer.store import Store
@@ -173,7 +174,7 @@ def delete_rows(store: Store, key: str, where: Mapping[str, Sequence[str]]) -> N
     Raises:
         StoreError: the table cannot be written, or others kept committing to the same rows.
     """
-    predicate = " AND ".join(f"{_name(c)} IN ({', '.join(map(_text, v))})" for c, v in where.items())
+    predicate = " AND ".join(f"{sql_name(c)} IN ({', '.join(map(sql_text, v))})" for c, v in where.items())
     for attempt in range(1, _ATTEMPTS + 1):
         table = open_table(store, key)
         if table is None:
@@ -238,7 +239,7 @@ def _write(
         rows,
         mode="overwrite",
         schema_mode="merge",
-        predicate=" AND ".join(f"{_name(k)} = {_text(v)}" for k, v in where.items()),
+        predicate=" AND ".join(f"{sql_name(k)} = {sql_text(v)}" for k, v in where.items()),
         commit_properties=CommitProperties(
             custom_metadata={_TOKEN: token}, app_transactions=[Transaction(writer, version)]
         ),
@@ -343,11 +344,3 @@ def delta_type(kind: pa.DataType) -> pa.DataType:
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
         return pa.list_(delta_type(kind.value_type))
     return kind
-
-
-def _name(column: str) -> str:
-    return '"' + column.replace('"', '""') + '"'
-
-
-def _text(value: str) -> str:
-    return "'" + value.replace("'", "''") + "'"

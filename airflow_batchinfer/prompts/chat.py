@@ -67,11 +67,6 @@ class ChatFormat:
                 self._limited = None
 
     @property
-    def is_constant(self) -> bool:
-        """Whether the text around the contents is the same for all rows."""
-        return self._segments is not None
-
-    @property
     def prefix(self) -> str:
         """Text that every row begins with; empty if that is not known."""
         return self._segments[0] if self._segments else ""

@@ -52,7 +52,7 @@ def chat(tokenizer: Any, **prompt: Any) -> ChatFormat:
 )
 def test_text_equals_the_tokenizers_own(tokenizer: Any, source: str | None, constant: bool) -> None:
     format_ = chat(tokenizer, system="Be kind.", chat_template=source)
-    assert format_.is_constant is constant
+    assert bool(format_.prefix) is constant
     for content in CONTENTS:
         messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": content}]
         expected = tokenizer.apply_chat_template(
@@ -84,7 +84,7 @@ def test_several_templated_messages(tokenizer: Any) -> None:
         {"role": "user", "content": "{{ text }}"},
     ]
     format_ = chat(tokenizer, template=None, messages=messages)
-    assert format_.is_constant
+    assert format_.prefix == "<|im_start|>system\n"
     assert format_.text(["Topic: x", "hello"]) == (
         "<|im_start|>system\nTopic: x<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
     )

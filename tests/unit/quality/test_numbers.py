@@ -28,10 +28,6 @@ def test_quantiles_are_right_to_a_bucket(values: list[int], q: float) -> None:
     assert abs(found - exact) <= exact / 8 + 1
 
 
-def test_mean_is_exact() -> None:
-    assert Histogram.of(np.array([1, 1000, 100_000], np.int64)).mean == pytest.approx(101_001 / 3)
-
-
 @given(st.integers(1, 50), st.integers(0, 5), st.integers(1, 7))
 def test_sample_of_shards_is_the_sample_of_the_run(size: int, seed: int, shards: int) -> None:
     rows = np.arange(1000)
