@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from airflow_batchinfer.errors import SpecError
@@ -173,7 +173,6 @@ def test_all_faults_are_told_at_once() -> None:
     assert len(str(caught.value).splitlines()) == 6  # four missing fields and two wrong ones
 
 
-@settings(deadline=None)
 @given(
     name=st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,20}", fullmatch=True),
     template=st.text(st.characters(exclude_characters="{}\0", exclude_categories=["Cs"])),

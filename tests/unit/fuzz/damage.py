@@ -21,12 +21,9 @@ NASTY = (
 
 
 def fuzzed(examples: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Settings: so many examples, or more in a profile that draws more, and no deadline.
-
-    Tests assert no time; a test that hangs is ended by pytest.
-    """
+    """Settings: so many examples, or more in a profile that draws more, and no health checks."""
     in_profile = examples * settings.default.max_examples // _USUAL_EXAMPLES
-    return settings(max_examples=in_profile, deadline=None, suppress_health_check=list(HealthCheck))
+    return settings(max_examples=in_profile, suppress_health_check=list(HealthCheck))
 
 
 @st.composite

@@ -7,9 +7,11 @@ damage that leaves a file well formed may be read as it stands; it is never anot
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pyarrow as pa
 import pytest
@@ -38,16 +40,45 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("made")
     table = pa.Table.from_pylist(ROWS)
     write_deltalake(folder, table.slice(0, 6), partition_by=["part"])
+    _settle(folder, 0)
     write_deltalake(
         folder,
         table.slice(0, 3).append_column("extra", pa.array([1, 2, 3])),
         mode="append",
         schema_mode="merge",
     )
+    _settle(folder, 1)
     DeltaTable(folder).delete("extra is not null")
+    _settle(folder, 2)
     DeltaTable(folder).create_checkpoint()
     write_deltalake(folder, table.slice(6), mode="append", schema_mode="merge")
+    _settle(folder, 3)
     return folder
+
+
+def _settle(table: Path, version: int) -> None:
+    """Give a commit, and the files that it adds, names, times and an order that are the same in each run."""
+    commit = table / f"_delta_log/{version:020}.json"
+    text = commit.read_text()
+    for path in re.findall(r'"add":{"path":"([^"]+)"', text):
+        name = f"{Path(path).parent}/{version}.parquet"
+        (table / path).rename(table / name)
+        text = text.replace(path, name)
+    text = re.sub(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", str(UUID(int=0)), text)
+    text = re.sub(r"\b\d{13}\b", "4102444800000", text)  # the year 2100: no tombstone has expired
+    text = re.sub(r"(_ms\W+)\d+", r"\g<1>0", text)
+    commit.write_text("".join(sorted(f"{_ordered(line)}\n" for line in text.splitlines())))
+
+
+def _ordered(text: str) -> str:
+    """JSON, and the JSON that a text in it is, with its names in order."""
+
+    def inner(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {k: _ordered(v) if k == "stats" else inner(v) for k, v in value.items()}
+        return value
+
+    return json.dumps(inner(json.loads(text)), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
 
 
 def _files(made: Path, *, checkpointed: bool = True) -> Files:

@@ -195,10 +195,10 @@ _NO_ORACLE = ("a.jsonl.zst", "a.parquet")
 
 FILES = {
     "a.jsonl": _json_lines(),
-    "a.jsonl.gz": gzip.compress(_json_lines()),
+    "a.jsonl.gz": gzip.compress(_json_lines(), mtime=0),
     "a.jsonl.zst": _zstd(_json_lines()),
     "a.csv": b"id,text,n\r\n" + _CSV,
-    "a.csv.gz": gzip.compress(b"id;text;n\n" + _CSV.replace(b",", b";")),
+    "a.csv.gz": gzip.compress(b"id;text;n\n" + _CSV.replace(b",", b";"), mtime=0),
     "a.parquet": _parquet(),
 }
 

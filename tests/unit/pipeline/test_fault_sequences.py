@@ -78,7 +78,7 @@ class Wake:
 
 @dataclass(frozen=True)
 class Damage:
-    """One file of the run is no longer what it was."""
+    """One file of the run is no longer what it was; `at` is the place in it, of `_PLACES`."""
 
     file: int
     how: Literal["flip", "cut", "lose"]
@@ -99,6 +99,8 @@ class Step:
     strike: Strike | None
 
 
+_PLACES = 10**5
+
 SHORT = st.integers(1, 25)
 STRIKE = st.builds(
     Strike, st.sampled_from(["kill", "error"]), SHORT, after=st.booleans(), times=st.integers(1, 8)
@@ -107,7 +109,7 @@ HOLD = st.builds(Strike, st.just("hold"), SHORT, after=st.booleans())
 STEP = st.one_of(
     st.builds(Work, st.integers(0, 9), st.one_of(st.none(), STRIKE, STRIKE)),
     st.builds(Work, st.integers(0, 9), HOLD),
-    st.builds(Damage, st.integers(0, 99), st.sampled_from(["flip", "cut", "lose"]), st.integers(0, 10**5)),
+    st.builds(Damage, st.integers(0, 99), st.sampled_from(["flip", "cut", "lose"]), st.integers(0, _PLACES)),
     st.builds(
         Step,
         st.sampled_from(["split", "reconcile", "merge", "merge", "replay"]),
@@ -255,7 +257,7 @@ class World:
         key = files[step.file % len(files)]
         path = Path(self.store.uri_of(key))
         data = path.read_bytes()
-        at = step.at % len(data) if data else 0
+        at = len(data) * step.at // (_PLACES + 1)  # sizes differ a little with the times that are in them
         if step.how == "flip" and data:
             path.write_bytes(data[:at] + bytes([data[at] ^ (1 << step.at % 8)]) + data[at + 1 :])
         elif step.how == "cut" or path.name == "plan.json":  # without a plan, it would be another run

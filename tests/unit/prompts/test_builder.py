@@ -6,12 +6,13 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from airflow_batchinfer.errors import SpecError
 from airflow_batchinfer.outcome import Reason
 from airflow_batchinfer.prompts.builder import Prepared, Prompt, PromptBuilder, Rejected
+from tests.unit.fuzz.damage import fuzzed
 from tests.unit.prompts.jobs import MODELS, job
 
 pytestmark = pytest.mark.worker_env
@@ -38,7 +39,7 @@ def words(count: int) -> str:
     return " ".join(f"w{i}" for i in range(count))
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@fuzzed(200)
 @given(text=st.text(min_size=1, max_size=80).filter(str.strip))
 def test_ids_equal_the_tokenizers_own_chat_template(tokenizer: Any, text: str) -> None:
     prompt = only(builder(tokenizer).build([{"text": text}])).prompts[0]
