@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -15,7 +16,8 @@ _S3_WORDS = "AWS Error"
 def arrow_reads(uri: str) -> Iterator[None]:
     """Turn a failure of the store or the system, met while Arrow reads, into an error that may pass.
 
-    Damage, and an object that is not there, stay what Arrow raises.
+    Damage, and an object that is not there or cannot be, stay what Arrow raises: a damaged list of files may
+    hold any name.
 
     Args:
         uri: what is read.
@@ -26,11 +28,12 @@ def arrow_reads(uri: str) -> Iterator[None]:
     """
     try:
         yield
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise
     except MemoryError as error:  # Arrow's is an `ArrowException` too, and would pass for damage
         raise MemoryError(f"not enough memory to read {uri}: {error}") from error
     except OSError as error:
-        if error.errno is None and _S3_WORDS not in str(error):  # neither the system's nor S3's: a decoder's
+        decoding = error.errno is None and _S3_WORDS not in str(error)  # neither the system's nor S3's
+        if decoding or error.errno == errno.ENAMETOOLONG:
             raise
         raise StoreError(f"cannot read {uri}: {error}") from error

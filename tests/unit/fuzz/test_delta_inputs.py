@@ -125,6 +125,13 @@ def test_no_piece_in_place_of_a_file_upsets_the_reader(made: Path, piece: bytes)
         assert _right(_read(files | {name: piece})), name
 
 
+@pytest.mark.parametrize("name", [b"x" * 300, b"part=a/3.parquet/x", b"", b"part=a", b"no\\u0000name"])
+def test_a_path_that_no_file_can_have_is_damage(made: Path, name: bytes) -> None:
+    files = _files(made)
+    assert files[NEWEST].count(b"part=a/3.parquet") == 1
+    assert _read(files | {NEWEST: files[NEWEST].replace(b"part=a/3.parquet", name)}) is None
+
+
 @pytest.mark.parametrize("checkpointed", [True, False])
 @fuzzed(60)
 @given(data=st.data())
