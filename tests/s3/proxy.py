@@ -28,6 +28,7 @@ Fault = Literal["503", "500", "slowdown", "denied", "429", "reset", "partial", "
 - `slow`: the answer comes late. `drop_after`: the server acts, the answer is lost.
 """
 
+_LATE_SECONDS = 2.0
 _SLOW_DOWN = b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
 _DENIED = b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"
 
@@ -127,7 +128,7 @@ def _handler(proxy: FaultyProxy) -> type[BaseHTTPRequestHandler]:
                     self._reset()
                     return
                 case "slow":
-                    time.sleep(1.0)
+                    time.sleep(_LATE_SECONDS)
             status, answered, data = proxy.forward(self.command, self.path, headers, body)
             if fault in ("drop_after", "short"):
                 if fault == "short":

@@ -249,7 +249,7 @@ class TestTrouble:
     def test_each_request_has_one_bound(self, shaky: S3Store, proxy: FaultyProxy, monkeypatch: Any) -> None:
         """boto3's attempts, or ours where an answer breaks off: never the one times the other."""
         monkeypatch.setattr("airflow_batchinfer.store.s3._MAX_ATTEMPTS", 2)
-        monkeypatch.setattr("airflow_batchinfer.store.s3._READ_SECONDS", 0.2)
+        monkeypatch.setattr("airflow_batchinfer.store.s3._READ_SECONDS", 1.0)
         shaky.write_bytes("a", bytes(1000))
         for fault, told in (
             ("partial", "response stream|total bytes"),
