@@ -60,7 +60,7 @@ def test_a_second_sigterm_ends_the_grace(run: Run) -> None:
 
 
 def test_the_last_rows_within_the_grace_still_make_a_commit(run: Run) -> None:
-    run.plan(texts(4), options={"delay_seconds": 1.0}, checkpoint=checkpoint(20))
+    run.plan(texts(4), options={"delay_seconds": 5.0}, checkpoint=checkpoint(20))
     worker = run.start()
     run.wait_until(lambda: run.state() == "running" and run.progress().in_flight == 4, worker)
     worker.send_signal(signal.SIGTERM)
@@ -131,7 +131,7 @@ def test_sigterm_is_heeded_while_the_store_does_not_answer(run: Run) -> None:
         os.close(silent_end)
 
 
-ALL_AT_ONCE = {"delay_seconds": 1.0, "max_in_flight": 40}
+ALL_AT_ONCE = {"delay_seconds": 5.0, "max_in_flight": 40}
 """Time to get at the store before any answer is there."""
 
 
