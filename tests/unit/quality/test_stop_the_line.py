@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -85,13 +86,17 @@ def test_a_run_that_turns_bad_stops_and_resumes(tmp_path: Path) -> None:
 
 
 def test_the_marker_stops_other_workers(tmp_path: Path) -> None:
-    made = plan(tmp_path, [*BAD, *BAD], LATE, delay_seconds=0.1)
+    many = [f"{i}" for i in range(1000)]
+    made = plan(tmp_path, [*BAD, *BAD], many, delay_seconds=0.1)
     bystander = start(made, 1)
+    while not durable(made, 1):
+        assert bystander.poll() is None
+        time.sleep(0.02)
     assert finish(start(made, 0))[0] == ExitCode.STOPPED
     code, said = finish(bystander)
     assert code == ExitCode.STOPPED
     assert "stopped by worker of shard 0000" in said
-    assert 0 < len(durable(made, 1)) < len(LATE)
+    assert 0 < len(durable(made, 1)) < len(many)
 
 
 def test_a_person_can_pull_the_brake(tmp_path: Path) -> None:
