@@ -32,7 +32,7 @@ def ended(api: client.CoreV1Api, name: str = "worker") -> Any:
         pod = api.read_namespaced_pod(name, "default")
         return pod if pod.status.phase in ENDED else None
 
-    return wait_until(read, 10)
+    return wait_until(read)
 
 
 def gone(api: client.CoreV1Api, name: str = "worker") -> bool:
@@ -43,7 +43,7 @@ def up(kube: KubeServer, api: client.CoreV1Api) -> Any:
     """The running pod, once its script has set its trap."""
     from tests.kube.cluster import wait_until
 
-    wait_until(lambda: api.read_namespaced_pod_log("worker", "default", _preload_content=False).data, 10)
+    wait_until(lambda: api.read_namespaced_pod_log("worker", "default", _preload_content=False).data)
     return kube.cluster.running()[0]
 
 
@@ -86,7 +86,7 @@ def test_exit_codes_with_the_workers_last_words(
 
 def test_spot_node_taken_back(kube: KubeServer, api: client.CoreV1Api, launch: Callable[..., Any]) -> None:
     launch(LEAVES_IN_ORDER)
-    kube.cluster.reclaim(up(kube, api), grace=5)
+    kube.cluster.reclaim(up(kube, api), grace=60)
 
     end = fate_of(ended(api))
 
@@ -145,15 +145,15 @@ def test_vanished_node(kube: KubeServer, api: client.CoreV1Api, launch: Callable
 def test_deleted(kube: KubeServer, api: client.CoreV1Api, launch: Callable[..., Any], how: str) -> None:
     from tests.kube.cluster import wait_until
 
-    launch(HANGS, grace=1)
+    launch(HANGS)
     pod = up(kube, api)
     if how == "delete":
         api.delete_namespaced_pod("worker", "default")
     else:
-        kube.cluster.preempt(pod, grace=1)
+        kube.cluster.preempt(pod, grace=5)
 
     assert fate_of(api.read_namespaced_pod("worker", "default")).fate == Fate.RECLAIMED
-    assert wait_until(lambda: gone(api), 10)
+    assert wait_until(lambda: gone(api))
 
 
 def test_pending_until_a_node_comes(
