@@ -10,7 +10,6 @@ import contextlib
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,8 @@ from typing import Any, Self, TextIO
 from urllib.parse import quote
 
 import httpx
+
+from scripts.ports import free_port
 
 SETTINGS = {
     "AIRFLOW__CORE__EXECUTOR": "LocalExecutor",
@@ -262,7 +263,7 @@ class AirflowStack:
         self._components = (*_COMPONENTS, "triggerer") if triggerer else _COMPONENTS
         self.home = home.resolve()
         self.python = python
-        self.port = _free_port()
+        self.port = free_port()
         self.env = {**os.environ, **SETTINGS, **self._own_settings(dags.resolve()), **(env or {})}
         self.api = AirflowApi(f"http://127.0.0.1:{self.port}", self.check)
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -381,7 +382,7 @@ class AirflowStack:
             "AIRFLOW__API__BASE_URL": f"http://127.0.0.1:{self.port}",
             "AIRFLOW__API__SECRET_KEY": self._secret("api_secret"),
             "AIRFLOW__API_AUTH__JWT_SECRET": self._secret("jwt_secret"),
-            "AIRFLOW__LOGGING__WORKER_LOG_SERVER_PORT": str(_free_port()),
+            "AIRFLOW__LOGGING__WORKER_LOG_SERVER_PORT": str(free_port()),
             "PYTHONUNBUFFERED": "1",
         }
 
@@ -413,13 +414,6 @@ class AirflowStack:
 def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, number)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 _FRAME_FIELDS = frozenset({"timestamp", "event", "level", "logger", "filename", "lineno", "error_detail"})

@@ -27,19 +27,13 @@ from airflow_batchinfer.worker.engines import load_engine
 from airflow_batchinfer.worker.engines.base import EngineDied, Request, RequestFailure
 from airflow_batchinfer.worker.engines.openai import OpenAIEngine
 from airflow_batchinfer.worker.prepare import prompt_builder
+from scripts.ports import free_port
 from tests.integration.engine_jobs import MODELS, PATIENCE_SECONDS, collect, completed, job, requests
 
 pytestmark = pytest.mark.worker_env
 
 TEXTS = [f"What is {i} plus 2?" for i in range(40)]
 START_SECONDS = 400.0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @contextmanager

