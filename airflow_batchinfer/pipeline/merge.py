@@ -75,13 +75,12 @@ def merge(store: Store, folder: str) -> MergeResult:
     plan = load_plan(store, folder)
     account = current_account(store, plan)
     _obey_verdict(store, plan, account.ledger)
-    published = _already_published(store, plan, account)
-    if published is not None:
-        return published
-    with scratch_folder("merge") as scratch:
-        result = _Merge(store, plan, account, scratch).run()
-    result.write(store, RunLayout(folder).merge)
-    remember_published(store, plan)
+    result = _already_published(store, plan, account)
+    if result is None:
+        with scratch_folder("merge") as scratch:
+            result = _Merge(store, plan, account, scratch).run()
+        result.write(store, RunLayout(folder).merge)
+    remember_published(store, plan)  # a merge killed just before this has not
     return result
 
 

@@ -42,6 +42,20 @@ def mostly_bugs(row: dict[str, Any]) -> dict[str, Any]:
     return {"output": "bug" if int(row["id"][1:]) % 10 else row["label"]}
 
 
+def test_a_merge_that_was_killed_at_its_end_is_noted_by_the_next(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "store")
+    write_input(tmp_path, [{"text": f"text {i}"} for i in range(9)])
+    plan = split(store, job(tmp_path), "monday")
+    commit_run(store, plan)
+    reconcile(store, plan.folder)
+    first = merge(store, plan.folder)
+    store.delete(published_runs(plan.job))
+    assert merge(store, plan.folder) == first
+    later = last_published(store, split(store, job(tmp_path), "tuesday"))
+    assert later is not None
+    assert later.run_id == "monday"
+
+
 def test_first_run_has_nothing_to_compare_with(root: Path) -> None:
     run = make_run(root, tickets(30))
     run.reconcile()
