@@ -25,21 +25,22 @@ IN_FLIGHT = 2
 SLOW = {"delay_seconds": 0.5, "max_in_flight": IN_FLIGHT}
 """About four rows a second: long enough to be caught half-way."""
 PART_ROWS = 2
+SHARD_ROWS, ROWS = 28, 56
 
 
 @pytest.fixture
 def slow_job(airflow_store, tmp_path):
-    """Make (fields, log of paid rows) of a job over two shards of 14 rows."""
+    """Make (fields, log of paid rows) of a job over two shards of `SHARD_ROWS`."""
 
     def make(name, **overrides):
-        source = write_input(tmp_path / "rows.jsonl", [f"ticket {i}" for i in range(28)])
+        source = write_input(tmp_path / "rows.jsonl", [f"ticket {i}" for i in range(ROWS)])
         log = tmp_path / "paid.log"
         fields = job_fields(
             airflow_store,
             name,
             source,
             model={"engine": {**SLOW, "paid_log": str(log)}},
-            sharding={"max_rows": 14, "max_parallel_shards": 2},
+            sharding={"max_rows": SHARD_ROWS, "max_parallel_shards": 2},
             checkpoint={"rows": PART_ROWS, "grace_seconds": 2},
             **overrides,
         )
@@ -48,10 +49,10 @@ def slow_job(airflow_store, tmp_path):
     return make
 
 
-def assert_each_row_once(run, rows=28):
+def assert_each_row_once(run):
     for shard in run.plan.shards:
         assert set(run.rows_in_parts(shard.shard).values()) == {1}
-    assert [row["row_id"] for row in run.results()] == list(range(rows))
+    assert [row["row_id"] for row in run.results()] == list(range(ROWS))
 
 
 def test_clearing_what_failed_resumes_from_the_parts(airflow, airflow_store, slow_job):
@@ -73,11 +74,11 @@ def test_clearing_what_failed_resumes_from_the_parts(airflow, airflow_store, slo
     }
     assert "the worker was killed by SIGKILL" in airflow.log("any_job", run_id, "infer", 1)
     durable = run.rows_in_parts(1)
-    assert 0 < len(durable) < 14
+    assert 0 < len(durable) < SHARD_ROWS
     assert "shard 1: no commit; the last attempt" in airflow.log("any_job", run_id, "reconcile")
     assert (run.folder / "report.html").exists(), "a failed run needs its report most"
     failed = next(t for t in airflow.tasks("any_job", run_id) if t["map_index"] == 1)
-    assert failed["rendered_map_index"].startswith("shard 0001 · 14 rows · ")
+    assert failed["rendered_map_index"].startswith(f"shard 0001 · {SHARD_ROWS} rows · ")
     assert failed["rendered_map_index"].endswith("tokens · worker lost")
 
     cleared = airflow.clear("any_job", run_id)
@@ -87,7 +88,7 @@ def test_clearing_what_failed_resumes_from_the_parts(airflow, airflow_store, slo
     assert_each_row_once(run)
     times = paid(log)
     assert all(times[row] == 1 for row in durable), "nothing in a part is paid twice"
-    assert sum(times.values()) - 28 <= PART_ROWS + IN_FLIGHT, "only what no part held yet is paid again"
+    assert sum(times.values()) - ROWS <= PART_ROWS + IN_FLIGHT, "only what no part held yet is paid again"
     commit = run.commit_of(1)
     assert commit["attempts"] == 2
     assert "resumed" in airflow.log("any_job", run_id, "infer", 1)
