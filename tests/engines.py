@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from airflow_batchinfer import errors
-from airflow_batchinfer.errors import EngineError
+from airflow_batchinfer.errors import EngineError, SpecError
 from airflow_batchinfer.outcome import Reason
 from airflow_batchinfer.spec import ChoiceTask, EmbedTask, JobSpec, JsonTask, RegexTask
 from airflow_batchinfer.worker.engines.base import (
@@ -200,7 +200,7 @@ class FaultyEngine(InstantEngine):
     transient errors first · `<<throttle N>>` the same with a wait asked for · `<<refuse>>` a final error ·
     `<<overlong>>` it does not fit · `<<grammar>>` a grammar error · `<<abort>>` finish reason `abort` ·
     `<<length>>` cut off by `max_tokens` · `<<utf8>>` a lone surrogate · `<<killworker>>` SIGKILL to the
-    worker itself.
+    worker itself · `<<locked>>` the job is refused, but in the first start if there is such a log.
     """
 
     def __init__(self, spec: JobSpec) -> None:
@@ -264,6 +264,8 @@ class FaultyEngine(InstantEngine):
                 return [RequestFailure(key, Reason.ENGINE_REFUSED, "no")]
             case "overlong":
                 return [RequestFailure(key, Reason.OVER_LONG, "longer than the context")]
+            case "locked" if self._starts() != 1:
+                raise SpecError("the key is refused")
             case "grammar":
                 return [RequestFailure(key, Reason.GRAMMAR_REJECTED, "no such grammar")]
             case "abort":

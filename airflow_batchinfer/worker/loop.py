@@ -210,6 +210,11 @@ class Loop:
                 self._engine.rest()
         except EngineDied as error:
             self._bury(str(error))
+        except (AccessError, SpecError) as error:
+            if not self._control.leaving:
+                # After a restart the job is known to work.
+                raise AccessError(str(error)) if self._engine.starts > 1 else error from error
+            self._bury(str(error))
         self._checkpoint_due()
 
     def _check_helpers(self) -> None:

@@ -293,6 +293,19 @@ def test_a_restart_that_fails_is_tried_again(run: Run, error: str) -> None:
     assert log.read_text().split().count("start") == run.progress().engine_restarts + 1 == 4
 
 
+def test_a_job_that_is_refused_after_a_restart_has_worked_and_may_do_so_again(run: Run) -> None:
+    marks = dict.fromkeys(range(10), "<<locked>>") | {3: "<<stall>>"}
+    run.plan(
+        texts(10, marks),
+        engine="FaultyEngine",
+        options={"max_in_flight": 4, "starts_log": str(run.folder / "starts")},
+        retry={"stall_seconds": 0.2, **NO_WAIT},
+    )
+    code, said = run.work()
+    assert (code, said) == (ExitCode.ENGINE_FAILED, "batchinfer: the key is refused")
+    assert run.files("suspects.json") == []
+
+
 def test_a_verdict_is_durable_before_the_engine_is_back(run: Run) -> None:
     options = {"max_in_flight": 1, "starts_log": str(run.folder / "starts"), "failing_starts": [3]}
     run.plan(texts(3, {0: "<<die>>"}), engine="DyingEngine", options=options, retry={"backoff_seconds": 60})

@@ -68,6 +68,17 @@ def test_the_last_rows_within_the_grace_still_make_a_commit(run: Run) -> None:
     assert run.outcomes() == {"succeeded": 4}
 
 
+def test_a_job_that_is_refused_while_the_worker_leaves_is_no_failure(run: Run) -> None:
+    slow = {"delay_seconds": 5.0}
+    marks = dict.fromkeys(range(4), "<<locked>>")
+    run.plan(texts(4, marks), engine="FaultyEngine", options=slow, checkpoint=checkpoint(20))
+    worker = run.start()
+    run.wait_until(lambda: run.state() == "running" and run.progress().in_flight == 4, worker)
+    worker.send_signal(signal.SIGTERM)
+    assert run.end_of(worker)[0] == ExitCode.RECLAIMED
+    assert run.files("suspects.json") == []
+
+
 def test_sigterm_while_the_engine_starts(run: Run) -> None:
     run.plan(texts(4), options={"start_seconds": 600}, checkpoint=checkpoint(600))
     worker = run.start()
