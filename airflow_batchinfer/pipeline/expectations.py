@@ -147,11 +147,6 @@ def _build(spec: JobSpec, config: Any, where: str, origin: Origin) -> Expected:
         close = difflib.get_close_matches(kind, known_types(), n=1)
         hint = f"; did you mean `{close[0]}`?" if close else ""
         raise SpecError(f"{where}.type: Great Expectations has no `{kind}`{hint}")
-    for beginning, remedy in _NOT_OF_A_SAMPLE.items():
-        if kind.startswith(beginning):
-            raise SpecError(
-                f"{where}.type: `{kind}` is about a whole table, and would see a sample: {remedy}"
-            )
     try:
         expectation = build_expectation(kind, kwargs)
     except NotAnExpectation as error:
@@ -173,11 +168,17 @@ def _build(spec: JobSpec, config: Any, where: str, origin: Origin) -> Expected:
 
 
 def _try(expected: Expected) -> None:
-    """Refuse what could never be evaluated: an unknown metric, a pattern that is none.
+    """Refuse what could never be evaluated: a measure of the whole table, an unknown one, no pattern.
 
     The row is of nulls, which suit any type, or of text where there are patterns. What a condition needs of
     its columns is not known yet.
     """
+    for beginning, remedy in _NOT_OF_A_SAMPLE.items():
+        if expected.type.startswith(beginning):
+            raise SpecError(
+                f"{expected.where}.type: `{expected.type}` is about a whole table, and would see a sample: "
+                f"{remedy}"
+            )
     if expected.kwargs.get("row_condition"):
         return
     value = "0" if any("regex" in name or "schema" in name for name in expected.kwargs) else None

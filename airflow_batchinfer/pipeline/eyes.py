@@ -18,8 +18,9 @@ from airflow_batchinfer.run.layout import RunLayout
 from airflow_batchinfer.run.plan import Plan, check_is_run
 from airflow_batchinfer.store import Store
 
-_COLUMNS = ("run", "row_id", "custom_id", "prompt", "output", "correct", "comment")
-_NEEDED = frozenset({"run", "row_id", "correct"})
+_RUN = "run"
+_COLUMNS = (_RUN, "row_id", "custom_id", "prompt", "output", "correct", "comment")
+_NEEDED = frozenset({_RUN, "row_id", "correct"})
 _YES = frozenset({"yes", "y", "true", "1"})
 _NO = frozenset({"no", "n", "false", "0"})
 _FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
@@ -98,7 +99,10 @@ def read_sheet(store: Store, folder: str, filled: bytes | None = None) -> Review
         lines = list(reader)
     except (UnicodeDecodeError, csv.Error) as error:
         raise InputError(f"the review sheet is no CSV in UTF-8: {error}") from error
-    if missing := _NEEDED - set(reader.fieldnames or ()):
+    columns = set(reader.fieldnames or ())
+    if filled is None:
+        columns.add(_RUN)  # an older release wrote the run's own sheet without it
+    if missing := _NEEDED - columns:
         raise InputError(f"the review sheet has no column `{min(missing)}`: keep the columns of review.csv")
     marks = list(_marks(lines, layout.folder))
     judged = [(row_id, mark) for row_id, mark in marks if mark is not None]
@@ -135,9 +139,9 @@ def _marks(lines: list[dict[str, str]], folder: str) -> Iterator[tuple[int, bool
     seen: set[int] = set()
     for number, line in enumerate(lines, start=2):
         # Row ids do not tell runs apart: two nights of as many rows draw the same ones.
-        if line["run"] != folder:
+        if line.get(_RUN, folder) != folder:
             raise InputError(
-                f"review sheet, record {number}: it is of the run {line['run']!r}, not of {folder!r}; name "
+                f"review sheet, record {number}: it is of the run {line[_RUN]!r}, not of {folder!r}; name "
                 "the folder of that run, or take this run's review.csv"
             )
         mark = (line["correct"] or "").strip().lower()

@@ -11,6 +11,7 @@ from airflow_batchinfer.errors import ExitCode, InputError
 from airflow_batchinfer.pipeline.eyes import read_sheet, write_sheet
 from airflow_batchinfer.pipeline.quarantine import Quarantine
 from airflow_batchinfer.pipeline.report import write_report
+from airflow_batchinfer.run.layout import RunLayout
 from tests.unit.quality.runs import MadeRun, make_run, make_spec, tickets
 
 pytestmark = pytest.mark.airflow_env
@@ -114,6 +115,14 @@ def test_the_sheet_of_another_run_is_refused(run: MadeRun, root: Path) -> None:
     assert read_sheet(run.store, f"{run.folder}/", marked(run, ["yes"] * 4)).correct == 4
     with pytest.raises(InputError, match=r"runs/manual-3 is no run"):
         read_sheet(run.store, "tickets/runs/manual-3", marked(run, ["yes"] * 4))
+
+
+def test_the_runs_own_sheet_of_an_older_release_is_read(run: MadeRun) -> None:
+    sheet = b"row_id,correct\n1,yes\n2,no\n"
+    run.store.write_bytes(RunLayout(run.folder).review("csv"), sheet)
+    assert read_sheet(run.store, run.folder).judged == 2
+    with pytest.raises(InputError, match="no column `run`"):
+        read_sheet(run.store, run.folder, sheet)
 
 
 def test_command_reads_a_sheet_and_writes_the_report(
