@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from types import BuiltinMethodType, GeneratorType
 from typing import Any
 
-from jinja2 import StrictUndefined, Template, TemplateSyntaxError, nodes, pass_context
+from jinja2 import StrictUndefined, Template, TemplateSyntaxError, Undefined, nodes, pass_context
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace, _PassArg
@@ -139,7 +139,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         elif isinstance(obj, BuiltinMethodType) and isinstance(own, (str, bytes, int)):
             args = _checked_call(name, own, args)
         elif obj is Namespace:
-            weight([*args, *kwargs.values()])
+            for value in (*args, *kwargs.values()):
+                _held(value)
         return _weighed(super().call(context, obj, *args, **kwargs), context)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
@@ -277,14 +278,15 @@ def _weighed(value: Any, context: Context | None = None) -> Any:
         _check_bits("it", value.bit_length())
     elif isinstance(value, GeneratorType) and context is not None:
         return _weighed_one_by_one(value, context.get(TICK))
-    elif isinstance(value, Collection):
+    elif isinstance(value, Collection) and not isinstance(value, Undefined):
         weight(value)
     return value
 
 
 def _held(value: Any) -> Any:
-    """What a namespace is about to hold."""
-    weight([value])
+    """What a namespace is about to hold; it may be nothing, for a later `default`."""
+    if not isinstance(value, Undefined):
+        weight([value])
     return value
 
 

@@ -67,6 +67,15 @@ def test_advanced_fields_are_merged_over_the_form(tmp_path, values):
     assert build(values | {"advanced": "task: {type: regex, pattern: a+}"}).task.pattern == "a+"
     chat = build(values | {"advanced": "prompt: {messages: [{role: user, content: '{{ text }}'}]}"})
     assert chat.prompt.template is None
+    emptied = values | {"template": "", "system": "Be kind."}
+    chat = build(emptied | {"advanced": "prompt: {messages: [{role: user, content: '{{ text }}'}]}"})
+    assert chat.prompt.system is None
+
+
+def test_a_schema_in_the_box_takes_the_place_of_the_forms(tmp_path, values):
+    form = values | {"task": "json", "json_schema": {"properties": {"a": {}}, "required": ["a"]}}
+    box = {"advanced": "task: {type: json, schema: {properties: {b: {}}}}"}
+    assert job_of_form(tmp_path)(form | box).task.json_schema == {"properties": {"b": {}}}
 
 
 def test_fields_of_other_kinds_of_answer_are_left_out(tmp_path, values):

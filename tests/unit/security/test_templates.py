@@ -186,6 +186,11 @@ def test_a_namespace_is_part_of_no_other_value(template: str) -> None:
         render(template)
 
 
+def test_a_namespace_may_hold_what_is_not_defined() -> None:
+    held = "{% set s = namespace(v=x.nothing) %}{% set s.w = [][0] %}"
+    assert render(held + "{{ s.v|default('a') }}{{ s.w|default('b') }}") == "ab"
+
+
 _SECONDS = 300.0
 """A process that renders all of them and has not ended after so long never will."""
 
