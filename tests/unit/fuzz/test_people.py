@@ -34,8 +34,9 @@ SPEC = job(
 )
 YAML = SPEC.to_yaml().encode()
 SHEET = (
-    "\ufeffrow_id,custom_id,prompt,output,correct,comment\r\n"
-    '3,k3,"[user] a ""b""\nc",x,yes,\r\n5,k5,p,y,No,"because, no"\r\n9,k9,p,z,,\r\n'
+    "\ufeffrun,row_id,custom_id,prompt,output,correct,comment\r\n"
+    'job/runs/r,3,k3,"[user] a ""b""\nc",x,yes,\r\njob/runs/r,5,k5,p,y,No,"because, no"\r\n'
+    "job/runs/r,9,k9,p,z,,\r\n"
 ).encode()
 NAME = st.text(max_size=60)
 """YAML takes field names of up to 1,024 characters, escapes written out."""
@@ -147,6 +148,12 @@ def test_overrides_and_forms_are_taken_or_refused(overrides: bytes, form: bytes)
             assert read() is not None
 
 
+def _store_with_run(folder: str | Path) -> LocalStore:
+    store = LocalStore(folder)
+    store.write_bytes("job/runs/r/plan.json", b"")
+    return store
+
+
 @fuzzed(150)
 @given(damaged(SHEET))
 def test_a_damaged_review_sheet_is_counted_right_or_refused(injured: bytes) -> None:
@@ -154,7 +161,7 @@ def test_a_damaged_review_sheet_is_counted_right_or_refused(injured: bytes) -> N
 
     with tempfile.TemporaryDirectory() as folder:
         try:
-            review = read_sheet(LocalStore(folder), "job/runs/r", injured)
+            review = read_sheet(_store_with_run(folder), "job/runs/r", injured)
         except InputError as error:
             message = str(error)
         else:
@@ -167,8 +174,8 @@ def test_a_damaged_review_sheet_is_counted_right_or_refused(injured: bytes) -> N
 def test_a_review_sheet_as_it_was_filled_in(tmp_path: Path) -> None:
     from airflow_batchinfer.pipeline.eyes import read_sheet
 
-    review = read_sheet(LocalStore(tmp_path), "job/runs/r", SHEET)
+    review = read_sheet(_store_with_run(tmp_path), "job/runs/r", SHEET)
     assert (review.sampled, review.judged, review.correct, review.wrong) == (3, 2, 1, [5])
-    twice = SHEET + b"5,k5,p,y,yes,\r\n"
+    twice = SHEET + b"job/runs/r,5,k5,p,y,yes,\r\n"
     with pytest.raises(InputError, match="record 5: row_id 5 stands twice"):
         read_sheet(LocalStore(tmp_path), "job/runs/r", twice)
