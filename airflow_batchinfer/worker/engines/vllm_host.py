@@ -23,6 +23,8 @@ from airflow_batchinfer.worker.engines.process import Host, Message
 if TYPE_CHECKING:
     from airflow_batchinfer.worker.engines.vllm_driver import VllmDriver
 
+_CODE_SECONDS = 1.0
+"""Patience with the exit code of a process that has ended."""
 _REPORT_SECONDS = 0.5
 """Progress is told this often while no row finishes."""
 
@@ -90,8 +92,9 @@ def _watch_children(host: Host) -> None:
     if not children:
         return
     ended = children[wait(list(children))[0]]  # type: ignore[index]
-    ended.join(1)
-    code = ended.exitcode
+    until = time.monotonic() + _CODE_SECONDS
+    while (code := ended.exitcode) is None and time.monotonic() < until:
+        time.sleep(0.01)  # vLLM waits for it as well, and whoever comes second is told a little later
     if code is not None and code < 0:
         how = f"was ended by {signal.Signals(-code).name}"
         if -code == signal.SIGKILL:
