@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from airflow_batchinfer.errors import CorruptError
-from airflow_batchinfer.pipeline.answers import positions
+from airflow_batchinfer.pipeline.answers import positions, struct_field
 from airflow_batchinfer.pipeline.quarantine import take_out
 from airflow_batchinfer.run.commit import Commit
 from airflow_batchinfer.run.parquet import batch_rows, open_parquet
@@ -143,9 +143,7 @@ def _beside(
         raise CorruptError(f"shard {shard.shard}: row_id {missing[0]} has no answer: clear reconcile")
     inputs = sent.column(INPUT)
     names = {f.name for f in own.schema.field(CARRY).type} if CARRY in own.schema.names else set()
-    columns = {
-        name: pc.struct_field(own.column(CARRY) if name in names else inputs, [name]) for name in carried
-    }
+    columns = {name: struct_field(own.column(CARRY) if name in names else inputs, name) for name in carried}
     taken = answers.drop_columns(ROW_ID).take(pa.array(at)).combine_chunks().to_batches()
     return AnsweredBatch(
         row_ids=own.column(ROW_ID),

@@ -190,9 +190,9 @@ def positions(keys: Ids, wanted: Ids) -> tuple[npt.NDArray[np.intp], npt.NDArray
     return position, keys[position] == wanted
 
 
-def struct_field(column: pa.ChunkedArray, name: str) -> pa.ChunkedArray:
+def struct_field(column: pa.Array | pa.ChunkedArray, name: str) -> pa.Array | pa.ChunkedArray:
     """One field of a struct column; null where the struct is null."""
-    # In a list, as everywhere: Arrow takes a plain name for a path, and `user.name` for a field of `user`.
+    # In a list: Arrow takes a plain name for a path, and `user.name` for a field of `user`.
     return pc.struct_field(column, [name])
 
 

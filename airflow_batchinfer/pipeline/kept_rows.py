@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 import pyarrow.dataset as ds
 
 from airflow_batchinfer.errors import CorruptError
-from airflow_batchinfer.pipeline.answers import positions
+from airflow_batchinfer.pipeline.answers import positions, struct_field
 from airflow_batchinfer.pipeline.buckets import Buckets, side_by_side
 from airflow_batchinfer.pipeline.increment import PRIOR_ROW_ID, REMOVED, UNCHANGED
 from airflow_batchinfer.pipeline.results import ResultColumns, planned_at
@@ -88,7 +88,7 @@ def _joined(
         values[CHANGE] = pa.repeat(REMOVED if removed else UNCHANGED, count)
         if not removed and len(columns.carried):
             carry = own["carry"].combine_chunks()
-            values |= {columns.prefix + n: pc.struct_field(carry, [n]) for n in columns.carried.names}
+            values |= {columns.prefix + n: struct_field(carry, n) for n in columns.carried.names}
         if removed and plan.spec.removed_rows == "tombstone":
             values |= {f.name: pa.nulls(count, kinds[f.name]) for f in columns.outputs.fields}
             values[DIGEST] = pa.nulls(count, pa.string())

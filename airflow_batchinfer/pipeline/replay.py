@@ -28,6 +28,7 @@ from airflow_batchinfer.errors import (
 from airflow_batchinfer.outcome import Outcome, Reason
 from airflow_batchinfer.pipeline.accounting import answered_of_run, current_account
 from airflow_batchinfer.pipeline.answered import AnsweredBatch
+from airflow_batchinfer.pipeline.answers import struct_field
 from airflow_batchinfer.pipeline.freeze import freeze, storable
 from airflow_batchinfer.pipeline.letters_of_run import replays_of
 from airflow_batchinfer.pipeline.outputs import OutputColumns
@@ -227,7 +228,7 @@ class LetterReader:
         return True
 
     def _rows(self, batch: AnsweredBatch) -> pa.RecordBatch:
-        columns = {f.name: pc.struct_field(batch.input, [f.name]) for f in batch.input.type.fields}
+        columns = {f.name: struct_field(batch.input, f.name) for f in batch.input.type.fields}
         columns |= {name: values for name, values in batch.carried.items() if name not in columns}
         id_column = self._home.spec.input.id_column
         if id_column and id_column not in columns:
