@@ -98,17 +98,7 @@ def test_only_operators_know_airflow_and_only_the_worker_knows_vllm() -> None:
             assert "airflow" not in roots, path
         if layer != "worker":
             assert not roots & {"vllm", "torch"}, path
-        if layer in (
-            "outcome",
-            "spec",
-            "yaml_text",
-            "errors",
-            "store",
-            "run",
-            "prompts",
-            "conformance",
-            "worker",
-        ):
+        if layer in NO_AIRFLOW and layer not in ("pipeline", "cli"):
             assert not roots & HEAVY, path
 
 
