@@ -186,7 +186,7 @@ def _add(total: _Total, result: dict[str, Any]) -> None:
 
 def _short(value: Any) -> Any:
     """The value, or the start of its text if that is long."""
-    text = value if isinstance(value, str) else str(value)
+    text = str(value)
     return value if len(text) <= _LONGEST_VALUE else cut(text, _LONGEST_VALUE)
 
 

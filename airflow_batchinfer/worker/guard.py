@@ -116,7 +116,6 @@ class GuardedEngine:
             raise EngineError(f"the engine did not start: {why}") from error
         # Before the watchdog looks: these are still the last engine's, which may have died in silence.
         self._made, self._pulse, self._waiting = self._engine.tokens_made(), time.monotonic(), False
-        self._stall_seconds = self._spec.retry.stall_seconds
         if info.keeps_row_timeout:  # it shows no life before a whole answer, which may take as long
             longest = self._spec.retry.row_timeout_seconds + _OVERTIME_SECONDS
             self._stall_seconds = max(self._stall_seconds, longest)
